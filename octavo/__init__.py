@@ -1,0 +1,47 @@
+"""Octavo: FP8 for language models, from fine-tuning to serving, on the GPU you have.
+
+The public names are resolved on first use (PEP 562): `import octavo` loads neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from octavo.base.errors import OctavoError as OctavoError
+    from octavo.formats.granularity import PerBlock as PerBlock
+    from octavo.formats.granularity import PerGroup as PerGroup
+    from octavo.formats.granularity import PerRow as PerRow
+    from octavo.formats.granularity import PerTensor as PerTensor
+    from octavo.formats.recipe import Recipe as Recipe
+    from octavo.formats.recipe import Rule as Rule
+    from octavo.formats.scaled import ScaledTensor as ScaledTensor
+    from octavo.formats.spec import E4M3 as E4M3
+    from octavo.formats.spec import E5M2 as E5M2
+
+_HOME = {
+    "OctavoError": "octavo.base.errors",
+    "E4M3": "octavo.formats.spec",
+    "E5M2": "octavo.formats.spec",
+    "PerTensor": "octavo.formats.granularity",
+    "PerRow": "octavo.formats.granularity",
+    "PerGroup": "octavo.formats.granularity",
+    "PerBlock": "octavo.formats.granularity",
+    "Rule": "octavo.formats.recipe",
+    "Recipe": "octavo.formats.recipe",
+    "ScaledTensor": "octavo.formats.scaled",
+}
+
+__all__ = [*_HOME]
+__version__ = "0.1.0.dev0"
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'octavo' has no attribute '{name}'")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*_HOME, "__version__"])

@@ -1,0 +1,156 @@
+"""Rule: how one tensor is quantized. Recipe: which tensor gets which rule, and what stays in 16 bit.
+
+Recipe.named("channel").assign(shapes)  ->  {module: Assignment(rule or None, reason)}
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from octavo.base.errors import ConfigError, did_you_mean
+from octavo.formats.architectures import fused_group, role
+from octavo.formats.granularity import Granularity, PerBlock, PerRow, PerTensor
+from octavo.formats.scale import SCALE_FORMATS, SCALE_METHODS
+from octavo.formats.spec import E4M3, FloatSpec
+
+# none: weight-only. static: one calibrated scale per tensor. token: one scale per row. group128: one per 128 values.
+ACTIVATIONS = ("none", "static", "token", "group128")
+ROUNDINGS = ("nearest", "compensated")
+QUANTIZED_ROLES = frozenset({"linear", "expert"})
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How the values of one tensor become codes and scales."""
+
+    spec: FloatSpec = E4M3
+    granularity: Granularity = PerRow()
+    method: str = "absmax"
+    scale_format: str = "fp32"
+    rounding: str = "nearest"
+
+    def __post_init__(self) -> None:
+        _one_of("scale method", self.method, SCALE_METHODS)
+        _one_of("scale format", self.scale_format, SCALE_FORMATS)
+        _one_of("rounding", self.rounding, ROUNDINGS)
+
+    def __str__(self) -> str:
+        extra = [x for x in (self.scale_format, self.method, self.rounding) if x not in ("fp32", "absmax", "nearest")]
+        return " ".join([f"{self.spec} {self.granularity}", *extra])
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What a recipe decides for one module. rule None: stays as it is. reason: in words, for the report."""
+
+    rule: Rule | None
+    role: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A base rule, what the activations do when served, and the exceptions.
+
+    skip: patterns of modules that stay in 16 bit: a full name, a glob with `*`, or `re:` and a regular expression.
+    overrides: (pattern, rule or None), first match wins, before the base rule.
+    """
+
+    name: str = "channel"
+    rule: Rule = field(default_factory=Rule)
+    activation: str = "token"
+    skip: tuple[str, ...] = ()
+    overrides: tuple[tuple[str, Rule | None], ...] = ()
+
+    def __post_init__(self) -> None:
+        _one_of("activation mode", self.activation, ACTIVATIONS)
+
+    @classmethod
+    def named(cls, name: str, *, activation: str | None = None, skip: tuple[str, ...] = (), **rule: str) -> Recipe:
+        """A preset: `channel`, `block128` or `tensor`, with fields of the Rule replaced by keyword."""
+        if name not in PRESETS:
+            raise ConfigError(f"scheme '{name}' is unknown", fix=did_you_mean(name, PRESETS))
+        base = PRESETS[name]
+        fixed = replace(base.rule, **{k: v for k, v in rule.items() if v is not None})  # type: ignore[arg-type]
+        return replace(base, rule=fixed, activation=activation or base.activation, skip=skip)
+
+    def wanted(self, module: str, kind: str) -> Assignment:
+        """The decision for one module, fused siblings aside."""
+        if kind not in QUANTIZED_ROLES:
+            return Assignment(None, kind, f"{kind} stays in 16 bit")
+        for pattern in self.skip:
+            if matches(pattern, module):
+                return Assignment(None, kind, f"skipped by '{pattern}'")
+        for pattern, rule in self.overrides:
+            if matches(pattern, module):
+                return Assignment(rule, kind, f"override '{pattern}'")
+        return Assignment(self.rule, kind, "recipe")
+
+    def assign(
+        self, shapes: Mapping[str, tuple[int, ...]], *, layout: str | None = None, layers: int | None = None
+    ) -> dict[str, Assignment]:
+        """Decide for every tensor of a model; keys of the result are module names (`.weight` removed).
+
+        shapes: tensor name -> shape. layout: `ct` or `native` also applies what engines can load from a file of
+        that layout (see `_fit_file`); None is for use in memory, where every ragged edge is fine.
+        """
+        result = {}
+        for tensor, shape in shapes.items():
+            module = tensor.removesuffix(".weight")
+            result[module] = self.wanted(module, role(tensor, tuple(shape), layers))
+        rows_cols = {t.removesuffix(".weight"): tuple(s[-2:]) for t, s in shapes.items()}
+        for module, decision in list(result.items()):
+            group = [m for m in (fused_group(module) or ("", (module,)))[1] if m in result]
+            if decision.rule is None:
+                for sibling in group:
+                    if result[sibling].rule is not None:
+                        reason = f"{module} stays in 16 bit, and engines fuse the two"
+                        result[sibling] = replace(result[sibling], rule=None, reason=reason)
+            elif layout is not None:
+                result[module] = _fit_file(module, decision, [rows_cols[m] for m in group], layout)
+        return result
+
+
+def _fit_file(module: str, decision: Assignment, group: list[tuple[int, ...]], layout: str) -> Assignment:
+    """Block scales reach a file only where engines load and run them.
+
+    vLLM places the scale rows of fused shards as if each shard were whole blocks, without an error when it is not,
+    and its W8A8 kernels assert on K % block. So: K divisible, and every sibling's rows too when there is more than one.
+    """
+    granularity = decision.rule.granularity if decision.rule else None
+    if not isinstance(granularity, PerBlock) or decision.rule is None:
+        return decision
+    ragged_k = any(cols % granularity.cols for _, cols in group)
+    ragged_rows = len(group) > 1 and any(rows % granularity.rows for rows, _ in group)
+    if not ragged_k and not ragged_rows:
+        return decision
+    what = (
+        f"K is not a multiple of {granularity.cols}"
+        if ragged_k
+        else f"rows of {module} and its fused siblings are not multiples of {granularity.rows}"
+    )
+    if layout == "native":
+        return replace(decision, rule=None, reason=f"{what}: stays in 16 bit")
+    return replace(decision, rule=replace(decision.rule, granularity=PerRow()), reason=f"{what}: one scale per channel")
+
+
+PRESETS = {
+    "channel": Recipe("channel", Rule(granularity=PerRow()), "token"),
+    "block128": Recipe("block128", Rule(granularity=PerBlock(128, 128)), "group128"),
+    "tensor": Recipe("tensor", Rule(granularity=PerTensor()), "token"),
+}
+
+
+def matches(pattern: str, module: str) -> bool:
+    """A full module name, a glob, or `re:` and a regular expression that matches from the start."""
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], module) is not None
+    return pattern == module or fnmatch.fnmatchcase(module, pattern)
+
+
+def _one_of(what: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ConfigError(f"{what} '{value}' is unknown", fix=did_you_mean(value, known))

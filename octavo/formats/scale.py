@@ -1,0 +1,74 @@
+"""From magnitudes to scales. A scale always decodes: x ~ code * scale, as checkpoints store it.
+
+Two constants have their home here:
+- ZERO_TILE_SCALE: a tile without a finite non-zero value gets this scale, so that it decodes to exact zeros.
+- SCALE_FLOOR: 2**-126, the smallest normal float32. Below it GPUs may flush a scale to zero and 0/0 is NaN. It is
+  reached only where amax < 448 * 2**-126 = 5e-36, so a tensor of ordinary values times 2**-24 keeps its codes.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from octavo.base.errors import ConfigError
+from octavo.formats.granularity import Granularity
+from octavo.formats.spec import FloatSpec
+
+ZERO_TILE_SCALE = 1.0
+SCALE_FLOOR = 2.0**-126
+
+SCALE_FORMATS = ("fp32", "po2")
+SCALE_METHODS = ("absmax", "mse")
+
+# Shrink factors that the MSE search tries, 1.0 first so that ties keep absmax. E4M3 codes repeat their relative grid
+# every factor of two, so one octave holds all there is to find.
+MSE_CANDIDATES = tuple(2.0 ** (-step / 32) for step in range(33))
+
+
+def scale_of(amax: torch.Tensor, spec: FloatSpec, scale_format: str = "fp32") -> torch.Tensor:
+    """amax (any shape, finite, >= 0) -> scale, float32: amax / spec.max by IEEE division, or the power of two above."""
+    amax = amax.float()
+    scale = (amax / spec.max).clamp(min=SCALE_FLOOR)
+    if scale_format == "po2":
+        scale = power_of_two_above(scale)
+    elif scale_format != "fp32":
+        raise ConfigError("scale_format", got=repr(scale_format), need=" or ".join(SCALE_FORMATS))
+    return torch.where(amax > 0, scale, torch.full_like(scale, ZERO_TILE_SCALE))
+
+
+def power_of_two_above(x: torch.Tensor) -> torch.Tensor:
+    """The smallest power of two >= x, for positive normal float32 x. On the bits: log2 rounds near powers of two."""
+    bits = x.float().view(torch.int32)
+    return ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+
+
+def is_power_of_two(scale: torch.Tensor) -> torch.Tensor:
+    """True where a positive float32 scale has an empty mantissa."""
+    return (scale.float().view(torch.int32) & 0x7FFFFF) == 0
+
+
+def mse_scale(x: torch.Tensor, spec: FloatSpec, granularity: Granularity, scale_format: str = "fp32") -> torch.Tensor:
+    """Per tile, the scale among MSE_CANDIDATES * absmax scale with the least squared error after saturation.
+
+    Never worse than absmax, which is the first candidate. Inf and NaN carry no weight in the error.
+    """
+    from octavo.formats.reference import decode, encode
+
+    finite = torch.isfinite(x)
+    x = torch.where(finite, x, torch.zeros_like(x)).float()
+    amax = granularity.amax(x)
+    best_scale = scale_of(amax, spec, scale_format)
+    best_error: torch.Tensor | None = None
+    candidates = MSE_CANDIDATES if scale_format == "fp32" else (1.0, 0.5)
+    start = best_scale
+    for factor in candidates:
+        scale = torch.where(amax > 0, (start * factor).clamp(min=SCALE_FLOOR), start)
+        wide = granularity.expand(scale, tuple(x.shape))
+        error = granularity.reduce((decode(encode(x / wide, spec), spec) * wide - x).square(), "sum")
+        if best_error is None:
+            best_error = error
+            continue
+        better = error < best_error
+        best_scale = torch.where(better, scale, best_scale)
+        best_error = torch.where(better, error, best_error)
+    return best_scale
