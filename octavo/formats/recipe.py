@@ -137,13 +137,6 @@ def _fit_file(module: str, decision: Assignment, group: list[tuple[int, ...]], l
     return replace(decision, rule=replace(decision.rule, granularity=PerRow()), reason=f"{what}: one scale per channel")
 
 
-PRESETS = {
-    "channel": Recipe("channel", Rule(granularity=PerRow()), "token"),
-    "block128": Recipe("block128", Rule(granularity=PerBlock(128, 128)), "group128"),
-    "tensor": Recipe("tensor", Rule(granularity=PerTensor()), "token"),
-}
-
-
 def matches(pattern: str, module: str) -> bool:
     """A full module name, a glob, or `re:` and a regular expression that matches from the start."""
     if pattern.startswith("re:"):
@@ -154,3 +147,10 @@ def matches(pattern: str, module: str) -> bool:
 def _one_of(what: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
         raise ConfigError(f"{what} '{value}' is unknown", fix=did_you_mean(value, known))
+
+
+PRESETS = {
+    "channel": Recipe("channel", Rule(granularity=PerRow()), "token"),
+    "block128": Recipe("block128", Rule(granularity=PerBlock(128, 128)), "group128"),
+    "tensor": Recipe("tensor", Rule(granularity=PerTensor()), "token"),
+}

@@ -1,0 +1,36 @@
+# make quickstart   the whole main job on a real model, on this machine
+# make test         everything that CI runs
+# Both do all the set-up themselves.
+VENV ?= .venv
+VLLM_VENV ?= .venv-vllm
+PY = $(VENV)/bin/python
+export HF_HUB_OFFLINE ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: install quickstart test check quick serve-test soak bench
+
+install:
+	@scripts/install.sh $(VENV)
+
+quickstart: install
+	$(VENV)/bin/octavo quickstart $(ARGS)
+
+test: check
+	$(PY) -m pytest -m "not soak and not serve and not gpu" --cov=octavo --cov-report=term:skip-covered -q
+	$(PY) -m coverage report --include='octavo/formats/*,octavo/store/*' --fail-under=95
+	$(MAKE) --no-print-directory serve-test
+
+check: install
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+quick: install
+	$(PY) -m pytest -m "not slow and not soak and not serve and not gpu" -q
+
+serve-test: install
+	@scripts/vllm_env.sh $(VLLM_VENV)
+	OCTAVO_TEST_VLLM=$(abspath $(VLLM_VENV))/bin/python $(PY) -m pytest -m serve -q tests/serve
+
+soak: install
+	$(PY) -m pytest -m soak -q
