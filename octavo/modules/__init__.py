@@ -1,0 +1,1 @@
+"""F4: nn.Modules over the operations."""
