@@ -1,0 +1,116 @@
+"""`octavo COMMAND`: the commands, and the one place where a result or an error reaches the terminal.
+
+Importing this file loads no torch, no transformers and no pydantic: each command imports its workflow when called.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stdout
+from typing import Annotated, NoReturn
+
+import typer
+
+from octavo import __version__
+from octavo.base.env import env
+from octavo.base.errors import ConfigError, did_you_mean
+from octavo.cli.common import Result
+from octavo.cli.doctor import doctor
+from octavo.cli.errors import BROKEN_PIPE, INTERRUPTED, explained, show_error, show_traceback
+
+app = typer.Typer(
+    name="octavo",
+    help="FP8 for language models, from fine-tuning to serving, on the GPU you have.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"octavo {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _octavo(
+    ctx: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    if ctx.invoked_subcommand is None:
+        print(ctx.get_help())
+
+
+for _command in (doctor,):
+    app.command()(_command)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run one command line and return its exit code. Everything is shown here; nothing is raised for a mistake."""
+    as_json = "--json" in (argv[: argv.index("--")] if "--" in argv else argv)
+    try:
+        return _run(list(argv), as_json)
+    except (KeyboardInterrupt, typer.Abort):
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except (BrokenPipeError, SystemExit):  # SystemExit: what Typer and Rich make of a closed pipe
+        return BROKEN_PIPE
+    except Exception as error:
+        show_traceback(error)
+        shown = explained(error)
+        show_error(shown, as_json)
+        return shown.exit_code
+
+
+def _run(argv: list[str], as_json: bool) -> int:
+    start_logging()
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():
+        outcome = app(args=argv, prog_name="octavo", standalone_mode=False)
+    if outcome == INTERRUPTED:  # Typer's answer to Ctrl-C
+        raise KeyboardInterrupt
+    return _show(outcome, as_json) if isinstance(outcome, Result) else int(outcome or 0)
+
+
+def main() -> NoReturn:
+    """The `octavo` script and `python -m octavo`."""
+    code = run(sys.argv[1:])
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        code = BROKEN_PIPE
+    if code == BROKEN_PIPE:  # the interpreter flushes once more on its way out
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(code)
+
+
+def _show(result: Result, as_json: bool) -> int:
+    from rich.console import Console
+
+    console = Console(stderr=as_json)
+    for line in result.lines:
+        if isinstance(line, str):
+            console.print(line, soft_wrap=True, markup=False, highlight=False)
+        else:
+            console.print(line)
+    if as_json:
+        print(result.report.to_json(), flush=True)
+    return result.code
+
+
+def start_logging() -> None:
+    level = env().log
+    levels = logging.getLevelNamesMapping()
+    if level not in levels:
+        raise ConfigError(f"environment variable OCTAVO_LOG is '{level}'", fix=did_you_mean(level, levels))
+    log = logging.getLogger("octavo")
+    log.setLevel(level)
+    if not log.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+        log.addHandler(handler)

@@ -1,0 +1,1 @@
+"""F6: the jobs. Each file is Config -> Report; they never import each other."""
