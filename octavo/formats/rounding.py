@@ -136,6 +136,7 @@ def _descend(
     """Coordinate descent on tr(E H E^T): each column moves to the code nearest its optimum, the others fixed."""
     k = weight.shape[1]
     diagonal = h.diagonal()
+    live = (diagonal > 0).tolist()  # once: asking the device for each column would wait for it each time
     y = y.clone()
     for _ in range(sweeps):
         gradient = (weight - y * scale) @ h
@@ -146,7 +147,7 @@ def _descend(
             moved = torch.zeros_like(local)
             inner = h[start:stop, start:stop]
             for j in range(stop - start):
-                if diagonal[start + j] <= 0:
+                if not live[start + j]:
                     continue
                 better = nearest(codes[j] + local[j] / diagonal[start + j] / scales[j], spec)
                 moved[j] = (better - codes[j]) * scales[j]
