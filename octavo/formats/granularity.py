@@ -29,10 +29,10 @@ class Granularity:
         raise NotImplementedError
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the scale of a tensor of this shape."""
+        """The shape of the scale of a tensor of this shape. A whole extent has one scale, even where it is empty."""
         rows, cols = self.tile
         *batch, n, k = _matrix(shape)
-        return (*batch, -(-n // (rows or max(n, 1))), -(-k // (cols or max(k, 1))))[-len(shape) :]
+        return (*batch, -(-n // rows) if rows else 1, -(-k // cols) if cols else 1)[-len(shape) :]
 
     def expand(self, scale: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         """Repeat a scale so that it broadcasts against a tensor of `shape`."""

@@ -1,0 +1,204 @@
+"""Which kernel runs: a pure function of (problem, hardware, table), and the words for why.
+
+A backend either takes a problem or refuses it with its reasons. `auto` takes the first of the table's order that does
+not refuse; a backend asked for by name either runs or is an UnsupportedError that lists every reason.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+
+from octavo.base.errors import ConfigError, UnsupportedError, did_you_mean
+from octavo.base.hardware import HardwareCaps, caps_named, caps_of
+from octavo.formats.granularity import from_tile
+from octavo.formats.recipe import Rule
+from octavo.formats.scaled import ScaledTensor
+
+TABLE_VERSION = 1
+OPS = ("quantize", "dequantize", "linear", "linear_dx", "scaled_mm")
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call: the operation, the torch device type, the dtype of its float side, and what the 8-bit side is.
+
+    tile: `Granularity.tile` of the quantized operand. m, n, k: rows of x, rows of the weight, contracted length; for
+    quantize and dequantize n x k is the tensor.
+    """
+
+    op: str
+    device: str = "cpu"
+    dtype: torch.dtype = torch.bfloat16
+    spec: str = "e4m3"
+    tile: tuple[int, int] = (1, 0)
+    activation: str = "none"
+    m: int = 1
+    n: int = 4096
+    k: int = 4096
+
+    def __str__(self) -> str:
+        size = f"{self.n}x{self.k}" if self.op in ("quantize", "dequantize") else f"M={self.m} N={self.n} K={self.k}"
+        return f"{self.op} {self.spec} {from_tile(*self.tile)} {str(self.dtype).removeprefix('torch.')} {size}"
+
+
+class Kernels(Protocol):
+    """What a backend's module offers. Matrices are 2-D; every result is contiguous."""
+
+    def quantize(self, x: torch.Tensor, scale: torch.Tensor | None, rule: Rule) -> ScaledTensor: ...
+
+    def dequantize(self, q: ScaledTensor, dtype: torch.dtype) -> torch.Tensor: ...
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        w: ScaledTensor,
+        bias: torch.Tensor | None,
+        activation: str,
+        input_scale: torch.Tensor | None,
+    ) -> torch.Tensor: ...
+
+    def linear_dx(self, grad: torch.Tensor, w: ScaledTensor) -> torch.Tensor: ...
+
+    def scaled_mm(self, a: ScaledTensor, b: ScaledTensor, dtype: torch.dtype) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class Backend:
+    """name: for tables and messages. refuse: every reason against, or None. module: where its kernels are."""
+
+    name: str
+    refuse: Callable[[Problem, HardwareCaps], str | None]
+    module: str
+
+    def load(self) -> Kernels:
+        return cast(Kernels, import_module(self.module))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backend that runs `problem` on `caps`, and why each one before it in the order does not."""
+
+    problem: Problem
+    caps: HardwareCaps
+    backend: str
+    refused: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"{self.problem} on {self.caps}: {self.backend}"]
+        return "\n".join(lines + [f"  not {name}: {reason}" for name, reason in self.refused])
+
+
+def choose(problem: Problem, caps: HardwareCaps, table: dict[str, Any] | None = None, backend: str = "auto") -> Choice:
+    """Pure: needs no device. ConfigError for an unknown backend, UnsupportedError where none, or not that one, can."""
+    order = _order(problem, caps, table or load_table()) if backend == "auto" else [backend]
+    refused: list[tuple[str, str]] = []
+    for name in order:
+        if name not in BACKENDS:
+            raise ConfigError(f"backend '{name}' is unknown", fix=did_you_mean(name, ["auto", *BACKENDS]))
+        reason = BACKENDS[name].refuse(problem, caps)
+        if reason is None:
+            return Choice(problem, caps, name, tuple(refused))
+        refused.append((name, reason))
+    what = "no backend" if backend == "auto" else f"backend '{backend}'"
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in refused)
+    able = [name for name in BACKENDS if BACKENDS[name].refuse(problem, caps) is None]
+    fix = f"Use backend='auto' or one of: {', '.join(able)}." if able else ""
+    raise UnsupportedError(f"{what} for {problem} on {caps}", got=reasons, fix=fix)
+
+
+def why(
+    op: str = "linear",
+    *,
+    m: int = 1,
+    n: int = 4096,
+    k: int = 4096,
+    dtype: torch.dtype = torch.bfloat16,
+    rule: Rule | None = None,
+    activation: str = "none",
+    device: torch.device | str | None = None,
+    gpu: str | None = None,
+    backend: str = "auto",
+) -> Choice:
+    """Which kernel an operation would take and the reason against every other; print it.
+
+    m, n, k: rows of x, rows of the weight, contracted length. device: a torch device here (default: the first GPU,
+    else the CPU); gpu: a GPU by name or compute capability instead, one that need not be here.
+    """
+    if op not in OPS:
+        raise ConfigError(f"operation '{op}' is unknown", fix=did_you_mean(op, OPS))
+    caps = caps_named(gpu) if gpu else caps_of(device)
+    kind = torch.device(device).type if device is not None and not gpu else ("cuda" if caps.is_cuda else "cpu")
+    rule = rule or Rule()
+    tile = rule.granularity.tile
+    return choose(Problem(op, kind, dtype, rule.spec.name, tile, activation, m, n, k), caps, backend=backend)
+
+
+@lru_cache(maxsize=8192)
+def kernels(problem: Problem, device: torch.device, backend: str) -> Kernels:
+    """The kernels for a real call. Cached: the choice costs nothing from the second call of a shape on."""
+    return BACKENDS[choose(problem, caps_of(device), backend=backend).backend].load()
+
+
+@cache
+def load_table() -> dict[str, Any]:
+    """The order in which `auto` asks, per operation and device: a data file, replaced when measurements change."""
+    table = json.loads((Path(__file__).parent / "table.json").read_text(encoding="utf-8"))
+    return check_table(table)
+
+
+def check_table(table: dict[str, Any]) -> dict[str, Any]:
+    """A table of this version, or a ConfigError."""
+    if table.get("version") != TABLE_VERSION:
+        raise ConfigError("backend table", got=f"version {table.get('version')}", need=f"version {TABLE_VERSION}")
+    for row in table["rows"]:
+        for name in row["order"]:
+            if name not in BACKENDS:
+                raise ConfigError(f"backend table names '{name}'", fix=did_you_mean(name, BACKENDS))
+    return table
+
+
+def _order(problem: Problem, caps: HardwareCaps, table: dict[str, Any]) -> list[str]:
+    for row in table["rows"]:
+        if row["op"] in ("*", problem.op) and row["device"] in ("*", problem.device, caps.tag):
+            return list(row["order"])
+    raise ConfigError("backend table", got=f"no row for {problem.op} on {problem.device}", need="a row that matches")
+
+
+def _refuse_cpu(problem: Problem, caps: HardwareCaps) -> str | None:
+    reasons = []
+    if problem.device != "cpu":
+        reasons.append(f"runs on CPU tensors, these are on {problem.device}")
+    if problem.dtype not in FLOATS:
+        reasons.append(f"computes in float32, asked for {problem.dtype}")
+    return "; ".join(reasons) or None
+
+
+def _refuse_dequant(problem: Problem, caps: HardwareCaps) -> str | None:
+    reasons = []
+    if problem.device == "cpu":
+        reasons.append("made for GPUs: a CPU is faster in float32")
+    if problem.dtype not in FLOATS:
+        reasons.append(f"multiplies in 16 bit or float32, asked for {problem.dtype}")
+    if problem.dtype == torch.bfloat16 and caps.is_cuda and caps.sm < (8, 0):
+        reasons.append(f"bfloat16 needs sm80 or later, this is {caps.tag}")
+    return "; ".join(reasons) or None
+
+
+def _never(problem: Problem, caps: HardwareCaps) -> str | None:
+    return None
+
+
+BACKENDS = {
+    "cpu": Backend("cpu", _refuse_cpu, "octavo.ops.cpu"),
+    "dequant": Backend("dequant", _refuse_dequant, "octavo.ops.dequant"),
+    "reference": Backend("reference", _never, "octavo.ops.reference"),
+}
