@@ -19,6 +19,13 @@ if TYPE_CHECKING:
     from octavo.formats.scaled import ScaledTensor as ScaledTensor
     from octavo.formats.spec import E4M3 as E4M3
     from octavo.formats.spec import E5M2 as E5M2
+    from octavo.modules.convert import convert as convert
+    from octavo.modules.frozen import FrozenFloat8Linear as FrozenFloat8Linear
+    from octavo.modules.linear import Float8Linear as Float8Linear
+    from octavo.ops.backends import why as why
+    from octavo.ops.matmul import scaled_mm as scaled_mm
+    from octavo.ops.quantize import dequantize as dequantize
+    from octavo.ops.quantize import quantize as quantize
 
 _HOME = {
     "OctavoError": "octavo.base.errors",
@@ -31,6 +38,13 @@ _HOME = {
     "Rule": "octavo.formats.recipe",
     "Recipe": "octavo.formats.recipe",
     "ScaledTensor": "octavo.formats.scaled",
+    "quantize": "octavo.ops.quantize",
+    "dequantize": "octavo.ops.quantize",
+    "scaled_mm": "octavo.ops.matmul",
+    "why": "octavo.ops.backends",
+    "FrozenFloat8Linear": "octavo.modules.frozen",
+    "Float8Linear": "octavo.modules.linear",
+    "convert": "octavo.modules.convert",
 }
 
 __all__ = [*_HOME]

@@ -28,8 +28,7 @@ def linear(
     a wider copy of the weight is kept for backward. A second derivative is an UnsupportedError.
     ShapeError, ConfigError: shapes or settings that do not fit. UnsupportedError: a named backend that cannot.
     """
-    if activation not in ACTIVATIONS:
-        raise ConfigError(f"activation mode '{activation}' is unknown", fix=did_you_mean(activation, ACTIVATIONS))
+    check_activation(activation)
     if (activation == "static") != (input_scale is not None):
         got = "no input_scale" if input_scale is None else "an input_scale"
         raise ConfigError(f"linear, activation '{activation}'", got=got, need="input_scale for 'static' and only then")
@@ -38,6 +37,12 @@ def linear(
     if not x.is_floating_point():
         raise ShapeError("linear", got=f"x of {x.dtype}", need="float values")
     return apply(x, q.codes, q.scale, bias, input_scale, q.spec.name, q.granularity.tile, activation, backend)
+
+
+def check_activation(activation: str) -> None:
+    """A ConfigError that names the nearest mode."""
+    if activation not in ACTIVATIONS:
+        raise ConfigError(f"activation mode '{activation}' is unknown", fix=did_you_mean(activation, ACTIVATIONS))
 
 
 def apply(

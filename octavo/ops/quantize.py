@@ -9,17 +9,19 @@ from octavo.formats.recipe import Rule
 from octavo.formats.scaled import ScaledTensor
 from octavo.ops import library
 
+DEFAULT_RULE = Rule()
+
 
 def quantize(
     x: torch.Tensor, rule: Rule | None = None, *, scale: torch.Tensor | None = None, backend: str = "auto"
 ) -> ScaledTensor:
     """x [..., N, K], any float dtype -> codes RNE(x / scale) and float32 scales, x ~ decode(codes) * scale.
 
-    rule: default Rule(): E4M3, one absmax scale per row. scale: use this one (float32, of shape
+    rule: default E4M3, one absmax scale per row. scale: use this one (float32, of shape
     `rule.granularity.scale_shape(x.shape)`) instead of computing it. Values saturate at +-spec.max, NaN stays NaN.
     Not differentiable; `fake_quantize` is. ShapeError for a wrong scale, UnsupportedError for a backend that cannot.
     """
-    rule = check(x, rule or Rule(), scale)
+    rule = check(x, rule or DEFAULT_RULE, scale)
     codes, out_scale = library.quantize(
         x, scale, rule.spec.name, *rule.granularity.tile, rule.method, rule.scale_format, backend
     )
@@ -38,7 +40,7 @@ def fake_quantize(
     x: torch.Tensor, rule: Rule | None = None, *, scale: torch.Tensor | None = None, backend: str = "auto"
 ) -> torch.Tensor:
     """x as it is after quantizing and dequantizing, in x's shape and dtype. The gradient passes straight through."""
-    rule = check(x, rule or Rule(), scale)
+    rule = check(x, rule or DEFAULT_RULE, scale)
     settings = (rule.spec.name, *rule.granularity.tile, rule.method, rule.scale_format, backend)
     result: torch.Tensor = library.fake_quantize(x, scale, *settings)
     return result
