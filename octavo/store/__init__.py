@@ -1,0 +1,1 @@
+"""Bytes on disk: safetensors in and out, engines' spellings, manifests, scales.json, streaming conversion."""
