@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from torch import nn
 from octavo.base.errors import ConfigError, ShapeError
 from octavo.formats.recipe import Rule
 from octavo.formats.scaled import ScaledTensor
+from octavo.modules.guard import refuse_readers_of_codes
 from octavo.ops.linear import apply, check_activation
 from octavo.ops.quantize import dequantize, quantize
 
@@ -42,10 +43,12 @@ class FrozenFloat8Linear(nn.Linear):
     input_scale: float32 [1] where `activation` is `static`, else None.
     bias: [out_features] of `dtype` or None, frozen too.
     compute_dtype: the dtype that 16-bit neighbours have (PEFT reads it for its adapters); follows `.to(dtype)`.
+    adapter_kept: after an adapter was merged into the codes, the share of its change that they took up.
     The result has the dtype of x, or autocast's.
     """
 
     compute_dtype: torch.dtype = torch.bfloat16
+    adapter_kept: float | None = None
 
     def __init__(
         self,
@@ -127,6 +130,22 @@ class FrozenFloat8Linear(nn.Linear):
         granularity = self.rule.granularity
         want = granularity.scale_shape((self.out_features, self.in_features))
         return ScaledTensor(self.weight.detach(), scale.reshape(want), self.rule.spec, granularity)
+
+    @torch.no_grad()
+    def load_scaled(self, q: ScaledTensor) -> None:
+        """Copy codes and scales of the layer's own spec, granularity and shape over the present ones."""
+        if (q.spec, q.granularity, q.shape) != (self.rule.spec, self.rule.granularity, self.weight.shape):
+            got = f"{q.spec} {q.granularity} {list(q.shape)}"
+            need = f"{self.rule.spec} {self.rule.granularity} {list(self.weight.shape)}"
+            raise ShapeError("FrozenFloat8Linear.load_scaled", got=got, need=need)
+        self.weight.copy_(q.codes)
+        self.weight_scale.copy_(q.scale.reshape(self.weight_scale.shape))
+
+    @property
+    def base_layer(self) -> NoReturn:
+        """Absent, as in any layer that wraps no other. Asking lets the layer refuse what would read its codes."""
+        refuse_readers_of_codes()
+        raise AttributeError(f"'{type(self).__name__}' object has no attribute 'base_layer'")
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The weight [N, K] in `dtype` (default compute_dtype)."""

@@ -1,0 +1,160 @@
+"""The folder of a training run: where its files are, how they are written, and how a later step reads them.
+
+    config.yaml    every setting, resolved           policy.json    layer -> precision and why
+    adapter/       the trained adapter               snapshots/     step-N/, enough to continue
+    metrics.jsonl  one line per step                 report.json, manifest.json, scales.json
+
+adapter/ and every snapshot appear by one rename: a run killed at any moment has either none or a whole one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from octavo.base.errors import CheckpointError, ConfigError, did_you_mean
+from octavo.base.report import atomic_write, read_yaml, sync_folder
+
+POLICY_VERSION = 1
+_STEP = re.compile(r"step-(\d+)")
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Names only; creating the object touches nothing."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def scales(self) -> Path:
+        return self.path / "scales.json"
+
+    @property
+    def policy(self) -> Path:
+        return self.path / "policy.json"
+
+    @property
+    def adapter(self) -> Path:
+        return self.path / "adapter"
+
+    @property
+    def snapshots(self) -> Path:
+        return self.path / "snapshots"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.json"
+
+    @property
+    def manifest(self) -> Path:
+        return self.path / "manifest.json"
+
+    def steps(self) -> list[int]:
+        """The steps of the snapshots that are whole, ascending."""
+        if not self.snapshots.is_dir():
+            return []
+        found = (_STEP.fullmatch(child.name) for child in self.snapshots.iterdir() if child.is_dir())
+        return sorted(int(match[1]) for match in found if match)
+
+    def snapshot(self, step: int) -> Path:
+        return self.snapshots / f"step-{step}"
+
+    def prune(self, keep: int) -> None:
+        """Delete all but the last `keep` snapshots, and what a killed run left of others."""
+        for step in self.steps()[:-keep]:
+            shutil.rmtree(self.snapshot(step))
+        for rest in self.snapshots.glob(".*.tmp"):
+            shutil.rmtree(rest)
+
+    def require_finished(self) -> None:
+        """CheckpointError unless this is a run that trained to its end."""
+        if not self.path.is_dir():
+            raise CheckpointError(f"run {self.path} does not exist", fix="Check the path.")
+        for need in (self.config, self.policy, self.manifest):
+            if not need.is_file():
+                raise CheckpointError(
+                    f"{self.path} is no run of octavo finetune: it has no {need.name}", fix="Check the path."
+                )
+        if not self.adapter.is_dir():
+            steps = self.steps()
+            have = f"snapshots up to step {steps[-1]}" if steps else "no snapshot"
+            raise CheckpointError(
+                f"run {self.path} has no adapter: it did not finish", got=have, fix="Continue it with --resume."
+            )
+
+    def read_config(self) -> dict[str, Any]:
+        return read_yaml(self.config)
+
+    def write_config(self, values: Mapping[str, Any]) -> None:
+        import yaml
+
+        atomic_write(self.config, yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True).encode())
+
+    def write_policy(self, modules: Mapping[str, Mapping[str, str]]) -> None:
+        """modules: name -> {"precision": "fp8" or "16bit", "rule": ..., "reason": ...}."""
+        policy = {"schema_version": POLICY_VERSION, "modules": {name: dict(entry) for name, entry in modules.items()}}
+        atomic_write(self.policy, json.dumps(policy, indent=2).encode() + b"\n")
+
+    def read_policy(self) -> dict[str, dict[str, str]]:
+        """module -> its entry. Precisions: `fp8`, `16bit`."""
+        try:
+            policy = json.loads(self.policy.read_text(encoding="utf-8"))
+            modules: dict[str, dict[str, str]] = policy["modules"]
+            version = policy["schema_version"]
+            precisions = {entry["precision"] for entry in modules.values()}
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{self.policy} is not a policy", got=repr(error)) from None
+        if version != POLICY_VERSION:
+            raise CheckpointError(f"{self.policy}: schema_version", got=str(version), need=str(POLICY_VERSION))
+        for precision in sorted(precisions - {"fp8", "16bit"}):
+            raise ConfigError(
+                f"{self.policy}: precision '{precision}' is unknown", fix=did_you_mean(precision, ["fp8", "16bit"])
+            )
+        return modules
+
+
+@contextmanager
+def whole_folder(target: Path) -> Iterator[Path]:
+    """Write into a hidden sibling; on success it replaces `target` by a rename, on any error nothing is left."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    work = target.parent / f".{target.name}.tmp"
+    if work.exists():
+        shutil.rmtree(work)
+    work.mkdir()
+    try:
+        yield work
+        sync_tree(work)
+        if target.exists():
+            shutil.rmtree(target)
+        os.replace(work, target)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+    sync_folder(target.parent)
+
+
+def sync_tree(folder: Path) -> None:
+    """fsync every file and folder below."""
+    for parent, _, files in os.walk(folder):
+        for name in files:
+            handle = os.open(Path(parent) / name, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+        sync_folder(Path(parent))

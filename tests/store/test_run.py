@@ -1,0 +1,73 @@
+"""The run folder: snapshots in order, whole folders or none, the policy, unfinished runs."""
+
+import json
+
+import pytest
+
+from octavo.base.errors import CheckpointError, ConfigError
+from octavo.store.run import RunFolder, whole_folder
+
+
+def test_steps_count_only_whole_snapshots(tmp_path):
+    run = RunFolder(tmp_path)
+    assert run.steps() == []
+    for name in ("step-2", "step-10", "step-9", ".step-11.tmp", "other"):
+        (run.snapshots / name).mkdir(parents=True)
+    assert run.steps() == [2, 9, 10]
+    run.prune(keep=2)
+    assert run.steps() == [9, 10]
+    assert sorted(p.name for p in run.snapshots.iterdir()) == ["other", "step-10", "step-9"]
+
+
+def test_whole_folder_appears_at_once(tmp_path):
+    target = tmp_path / "adapter"
+    with whole_folder(target) as work:
+        (work / "a").write_text("1")
+        assert not target.exists()
+    assert (target / "a").read_text() == "1"
+    assert [p.name for p in tmp_path.iterdir()] == ["adapter"]
+
+
+def test_whole_folder_keeps_the_old_one_on_error(tmp_path):
+    target = tmp_path / "adapter"
+    target.mkdir()
+    (target / "a").write_text("old")
+    with pytest.raises(KeyboardInterrupt), whole_folder(target) as work:
+        (work / "a").write_text("new")
+        raise KeyboardInterrupt
+    assert (target / "a").read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["adapter"]
+
+
+def test_policy_round_trip_and_refusals(tmp_path):
+    run = RunFolder(tmp_path)
+    policy = {"a": {"precision": "fp8", "reason": "recipe"}, "b": {"precision": "16bit", "reason": "sensitive"}}
+    run.write_policy(policy)
+    assert run.read_policy() == policy
+    run.write_policy({"a": {"precision": "fp16"}})
+    with pytest.raises(ConfigError, match="'fp16' is unknown"):
+        run.read_policy()
+    run.policy.write_text(json.dumps({"schema_version": 99, "modules": {}}))
+    with pytest.raises(CheckpointError, match="schema_version"):
+        run.read_policy()
+    run.policy.write_text("[]")
+    with pytest.raises(CheckpointError, match="not a policy"):
+        run.read_policy()
+
+
+def test_unfinished_run_says_what_is_missing(tmp_path):
+    run = RunFolder(tmp_path / "run")
+    with pytest.raises(CheckpointError, match="does not exist"):
+        run.require_finished()
+    run.path.mkdir()
+    with pytest.raises(CheckpointError, match=r"has no config\.yaml"):
+        run.require_finished()
+    run.write_config({"model": "demo"})
+    run.write_policy({})
+    run.manifest.write_text("{}")
+    run.snapshot(5).mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="did not finish; got snapshots up to step 5"):
+        run.require_finished()
+    run.adapter.mkdir()
+    run.require_finished()
+    assert run.read_config() == {"model": "demo"}
