@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octavo.cli.common import AsJson, Result, flags
+from octavo.cli.common import AsJson, Result, flags, option
 from octavo.cli.render import pairs, size, table
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def doctor(
     ctx: typer.Context,
-    gpu: Annotated[str | None, typer.Option(help="Show the backends of this GPU instead: h100, rtx3090, sm90.")] = None,
+    gpu: Annotated[str | None, option("Show the backends of this GPU instead: h100, rtx3090, sm90.")] = None,
     json: AsJson = False,
 ) -> Result:
     """What this machine can run: hardware, versions, and each backend with its reason."""
@@ -40,15 +40,14 @@ def _lines(report: DoctorReport) -> list[object]:
         fp8 = "FP8 tensor cores" if gpu.native_fp8 else "no FP8 tensor cores: FP8 in memory, 16-bit arithmetic"
         machine[gpu.tag] = f"{gpu.name}, {size(gpu.free)} free of {size(gpu.memory)}, {fp8}"
     versions = list(report.packages.items())
-    for extra in report.extras:
+    for extra in (extra for extra in report.extras if extra.name != "test"):
         versions += [(f"{name} [{extra.name}]", version) for name, version in extra.packages.items()]
-    rows = [
-        (line.op, line.problem, line.name, "chosen" if line.chosen else line.reason or "possible")
-        for line in report.backends
-    ]
+    chosen = [(line.problem, line.name) for line in report.backends if line.chosen]
+    refused = dict.fromkeys((line.name, line.reason) for line in report.backends if line.reason)
     lines: list[object] = [
         pairs(machine),
         table(("package", "version"), [(name, version or "not installed") for name, version in versions]),
-        table(("op", "problem", "backend", "verdict"), rows, title=f"Backends on {report.target}"),
+        table(("call", "backend"), chosen, title=f"Backends on {report.target}"),
+        table(("not", "because it"), list(refused)),
     ]
     return lines + [extra.install for extra in report.extras if extra.install]

@@ -20,6 +20,7 @@ from octavo.base.errors import ConfigError, did_you_mean
 from octavo.cli.common import Result
 from octavo.cli.doctor import doctor
 from octavo.cli.errors import BROKEN_PIPE, INTERRUPTED, explained, show_error, show_traceback
+from octavo.cli.serve import serve
 
 app = typer.Typer(
     name="octavo",
@@ -47,8 +48,8 @@ def _octavo(
         print(ctx.get_help())
 
 
-for _command in (doctor,):
-    app.command()(_command)
+app.command()(doctor)
+app.command()(serve)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -100,6 +101,8 @@ def _show(result: Result, as_json: bool) -> int:
             console.print(line)
     if as_json:
         print(result.report.to_json(), flush=True)
+    if result.then:
+        result.then()
     return result.code
 
 

@@ -14,6 +14,8 @@ from octavo.base.env import env
 from octavo.base.hardware import HardwareCaps, caps_named, caps_of
 from octavo.base.packages import extras, pip_line, version_of
 from octavo.base.report import Config, Report
+from octavo.formats.granularity import PerBlock
+from octavo.ops.backends import BACKENDS, Problem, choose
 
 CORE_PACKAGES = ("torch", "transformers", "compressed-tensors", "safetensors", "numpy", "pydantic", "typer", "rich")
 
@@ -98,7 +100,27 @@ def doctor(config: DoctorConfig | None = None) -> DoctorReport:
 
 
 def _backends(target: HardwareCaps) -> list[BackendLine]:
-    return []
+    """Every backend on the calls that matter: the weights' two schemes, weight-only and as served, both directions."""
+    device = "cuda" if target.is_cuda else "cpu"
+    block = PerBlock(128, 128).tile
+    problems = [
+        Problem("quantize", device),
+        Problem("dequantize", device),
+        Problem("linear", device, m=16),
+        Problem("linear", device, m=4096),
+        Problem("linear", device, m=4096, activation="token"),
+        Problem("linear", device, m=4096, activation="group128", tile=block),
+        Problem("linear_dx", device, m=4096),
+        Problem("scaled_mm", device, m=4096),
+    ]
+    lines = []
+    for problem in problems:
+        chosen = choose(problem, target).backend
+        for name, backend in BACKENDS.items():
+            reason = backend.refuse(problem, target)
+            text = f"{problem}, activations {problem.activation}" if problem.op == "linear" else str(problem)
+            lines.append(BackendLine(op=problem.op, name=name, problem=text, chosen=name == chosen, reason=reason))
+    return lines
 
 
 def _extras() -> list[Extra]:

@@ -1,0 +1,1 @@
+"""F7: jobs that chain workflows."""

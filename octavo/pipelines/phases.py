@@ -1,0 +1,104 @@
+"""A job in phases that survives being killed: its folder remembers what is finished; what is not is done again."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from octavo.base.errors import ConfigError, MismatchError
+from octavo.base.report import atomic_write
+
+Say = Callable[[str], None]
+Facts = dict[str, Any]
+
+
+def silent(text: str) -> None:
+    """The `Say` of a caller that shows nothing."""
+
+
+class Phases:
+    """The phases of one job in `folder`, whose record is `folder/NAME.json`.
+
+    settings: what the results depend on; a folder made with others is refused, not mixed. Nothing is written before
+    the first phase that has an output, or is done.
+    """
+
+    def __init__(self, folder: Path, name: str, settings: Mapping[str, Any], say: Say = silent) -> None:
+        self.folder, self.say = folder, say
+        self._record = folder / f"{name}.json"
+        self._settings = json.loads(json.dumps(dict(settings)))
+        self._done: dict[str, Facts] = self._load()
+
+    def _load(self) -> dict[str, Facts]:
+        if not self._record.exists():
+            if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
+                fix = "Choose another --out, or remove it."
+                raise ConfigError(f"{self.folder} exists and was not made by this command", fix=fix)
+            return {}
+        try:
+            record = json.loads(self._record.read_text(encoding="utf-8"))
+            settings, phases = record["settings"], dict(record["phases"])
+        except (ValueError, KeyError, TypeError):
+            raise ConfigError(f"{self._record} is damaged", fix=f"Remove {self.folder} and start again.") from None
+        for key in sorted({*settings, *self._settings}):
+            if settings.get(key) != self._settings.get(key):
+                raise MismatchError(
+                    f"{self.folder} was made with {key} {settings.get(key)!r}",
+                    got=repr(self._settings.get(key)),
+                    fix="Choose another --out, or remove it.",
+                )
+        return phases
+
+    @property
+    def times(self) -> dict[str, tuple[float, float]]:
+        """Phase -> (seconds, CPU seconds), also of phases finished by an earlier call."""
+        return {name: (phase["seconds"], phase["cpu_seconds"]) for name, phase in self._done.items()}
+
+    @property
+    def seconds(self) -> float:
+        return sum(wall for wall, _ in self.times.values())
+
+    def run(self, name: str, title: str, work: Callable[[], Facts], output: Path | None = None) -> Facts:
+        """Run `work` unless it is done; its result, JSON values, is remembered. output: what a killed run left of it
+        is removed first; it lies inside the folder."""
+        if name in self._done:
+            self.say(f"{title}: done before")
+            return dict(self._done[name]["facts"])
+        self.say(title)
+        if output is not None:
+            _remove(output, inside=self.folder)
+            self._save()  # before anything else is there: this folder is ours
+        started, cpu = time.monotonic(), cpu_seconds()
+        facts = json.loads(json.dumps(work()))
+        self._done[name] = {
+            "seconds": round(time.monotonic() - started, 2),
+            "cpu_seconds": round(cpu_seconds() - cpu, 2),
+            "facts": facts,
+        }
+        self._save()
+        return dict(facts)
+
+    def _save(self) -> None:
+        record = {"settings": self._settings, "phases": self._done}
+        atomic_write(self._record, json.dumps(record, indent=2).encode() + b"\n")
+
+
+def cpu_seconds() -> float:
+    """CPU time of this process and the children it has waited for."""
+    own, children = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
+
+
+def _remove(path: Path, inside: Path) -> None:
+    if not os.path.abspath(path).startswith(os.path.abspath(inside) + os.sep):
+        raise ConfigError(f"{path} is not inside {inside}")
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
