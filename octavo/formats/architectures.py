@@ -16,6 +16,8 @@ Names are module paths as stored, e.g. `model.layers.0.self_attn.q_proj`. Roles:
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 # Siblings that engines fuse into one matrix, in the fused order. All shards get one precision, and with per-tensor
 # scales one common scale. Sources: packed_modules_mapping of vLLM's models; MLA: fused_qkv_a_proj of DeepSeek-V2/V3.
@@ -24,6 +26,8 @@ FUSED: dict[str, tuple[str, ...]] = {
     "gate_up_proj": ("gate_proj", "up_proj"),
     "w13": ("w1", "w3"),
     "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+    "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
+    "in_proj_ba": ("in_proj_b", "in_proj_a"),
 }
 
 # Modules that are one fused matrix on disk already: rows of each shard are decided by the config, not by a name.
@@ -35,15 +39,39 @@ ROW_PARALLEL = frozenset({"o_proj", "down_proj", "w2", "out_proj", "dense", "c_p
 TOWER_SEGMENTS = frozenset(
     {"visual", "vision_tower", "vision_model", "vision_encoder", "vision_embed_tokens"}
     | {"audio_tower", "audio_model", "audio_encoder", "embed_vision", "embed_audio"}
-    | {"multi_modal_projector", "mm_projector", "connector", "image_newline", "aligner"}
+    | {"multi_modal_projector", "mm_projector", "connector", "image_newline", "aligner", "embed_tokens_extend"}
 )
-HEADS = frozenset({"lm_head", "embed_out", "output_layer"})
+HEADS = frozenset({"lm_head", "embed_out", "output_layer", "score", "classifier"})
 EMBEDDINGS = frozenset(
     {"embed_tokens", "wte", "wpe", "word_embeddings", "position_embeddings", "embed_positions", "embed_in"}
+    | {"token_type_embeddings", "embed_tokens_per_layer"}
 )
-ROUTERS = frozenset({"router", "gate", "shared_expert_gate", "switch"})
+# weights_proj: the head gate of DeepSeek-V3.2's sparse-attention indexer, built without quantization by engines.
+ROUTERS = frozenset({"router", "gate", "shared_expert_gate", "switch", "weights_proj"})
 MOE_BLOCKS = frozenset({"mlp", "block_sparse_moe", "moe", "feed_forward", "ffn"})
 MTP_SEGMENTS = frozenset({"mtp", "mtp_layers", "mtp_block", "nextn"})
+
+# Stacked experts on disk, by model_type: (stored as [E, in, out], gate and up columns interleaved). All others store
+# [E, out, in] with gate above up, as Transformers 5 holds them in memory. Sources: the experts' classes and
+# conversion_mapping.py of Transformers 5.24.
+STACKED_LAYOUT = {
+    "gpt_oss": (True, True),
+    "llama4": (True, False),
+    "llama4_text": (True, False),
+    "qwen3_vl_moe": (True, False),
+    "qwen3_vl_moe_text": (True, False),
+}
+# Families whose files name a single expert's matrices w1 (gate), w3 (up), w2 (down); value: the block they live in.
+W_NAMES = {
+    "mixtral": "block_sparse_moe",
+    "minimax": "block_sparse_moe",
+    "minimax_m2": "block_sparse_moe",
+    "phimoe": "block_sparse_moe",
+    "lfm2_moe": "feed_forward",
+    "kimi_linear": "block_sparse_moe",
+}
+# GPT-2's Conv1D stores its matrices as [in, out]: neither a row nor a block of such a file is what engines multiply.
+CONV1D_TYPES = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer"})
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
 _STACKED = re.compile(r"(?:^|\.)experts\.(gate_up_proj|down_proj|gate_proj|up_proj|w1|w2|w3)$")
@@ -66,6 +94,8 @@ def role(tensor: str, shape: tuple[int, ...], layers: int | None = None) -> str:
         return "mtp"
     if TOWER_SEGMENTS & set(parts):
         return "tower"
+    if any(part.startswith("lora_") for part in parts):
+        return "other"
     if _STACKED.search(tensor):
         return "expert" if len(shape) == 3 else "other"
     if module in HEADS or leaf in HEADS:
@@ -92,3 +122,29 @@ def fused_group(module: str) -> tuple[str, tuple[str, ...]] | None:
         if leaf in shards:
             return prefix + fused, tuple(prefix + shard for shard in shards)
     return None
+
+
+def expert_block(module: str) -> str | None:
+    """`a.mlp.experts.3.up_proj` -> `a.mlp.experts`: the experts that engines run as one kernel; None outside of one."""
+    parts = module.split(".")
+    return ".".join(parts[: parts.index("experts") + 1]) if "experts" in parts else None
+
+
+def shard_rows(module: str, rows: int, config: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """The rows of each shard of a matrix that is fused on disk; None for any other, (1, the rest) where they
+    are unknown: ragged for every block size.
+
+    config: the language model's part of config.json.
+    """
+    leaf = module.rpartition(".")[2]
+    if leaf not in FUSED_ON_DISK:
+        return None
+    if leaf == "gate_up_proj":
+        return (rows // 2, rows // 2)
+    heads = config.get("num_attention_heads")
+    if leaf == "qkv_proj" and isinstance(heads, int) and heads:
+        head_dim = config.get("head_dim") or config.get("hidden_size", 0) // heads
+        q, kv = heads * head_dim, (config.get("num_key_value_heads") or heads) * head_dim
+        if q + 2 * kv == rows:
+            return (q, kv, kv)
+    return (1, rows - 1)

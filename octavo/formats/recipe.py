@@ -9,9 +9,10 @@ import fnmatch
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from octavo.base.errors import ConfigError, did_you_mean
-from octavo.formats.architectures import fused_group, role
+from octavo.formats.architectures import expert_block, fused_group, role, shard_rows
 from octavo.formats.granularity import Granularity, PerBlock, PerRow, PerTensor
 from octavo.formats.scale import SCALE_FORMATS, SCALE_METHODS
 from octavo.formats.spec import E4M3, FloatSpec
@@ -90,28 +91,68 @@ class Recipe:
         return Assignment(self.rule, kind, "recipe")
 
     def assign(
-        self, shapes: Mapping[str, tuple[int, ...]], *, layout: str | None = None, layers: int | None = None
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        *,
+        layout: str | None = None,
+        layers: int | None = None,
+        config: Mapping[str, Any] | None = None,
     ) -> dict[str, Assignment]:
         """Decide for every tensor of a model; keys of the result are module names (`.weight` removed).
 
         shapes: tensor name -> shape. layout: `ct` or `native` also applies what engines can load from a file of
-        that layout (see `_fit_file`); None is for use in memory, where every ragged edge is fine.
+        that layout (see `_fit_file`); None is for use in memory, where every ragged edge is fine. config: the language
+        model's part of config.json, which tells the shards of matrices that are fused on disk.
         """
         result = {}
         for tensor, shape in shapes.items():
             module = tensor.removesuffix(".weight")
             result[module] = self.wanted(module, role(tensor, tuple(shape), layers))
         rows_cols = {t.removesuffix(".weight"): tuple(s[-2:]) for t, s in shapes.items()}
-        for module, decision in list(result.items()):
-            group = [m for m in (fused_group(module) or ("", (module,)))[1] if m in result]
-            if decision.rule is None:
-                for sibling in group:
-                    if result[sibling].rule is not None:
-                        reason = f"{module} stays in 16 bit, and engines fuse the two"
-                        result[sibling] = replace(result[sibling], rule=None, reason=reason)
-            elif layout is not None:
-                result[module] = _fit_file(module, decision, [rows_cols[m] for m in group], layout)
+        for group in _fused_groups(result):
+            high = next((m for m in group if result[m].rule is None), None)
+            for module in group:
+                if high is not None and result[module].rule is not None:
+                    reason = f"{high} stays in 16 bit, and engines fuse the two"
+                    result[module] = replace(result[module], rule=None, reason=reason)
+        if layout is not None:
+            for group in _fused_groups(result):
+                sizes = [rows_cols[module] for module in group]
+                if result[group[0]].rule is not None and len(group) == 1:
+                    rows, cols = sizes[0]
+                    sizes = [(part, cols) for part in shard_rows(group[0], rows, config or {}) or (rows,)]
+                for module in group:
+                    result[module] = _fit_file(module, result[module], sizes, layout)
+        _unite_experts(result)
         return result
+
+
+def _fused_groups(modules: Mapping[str, Assignment]) -> list[list[str]]:
+    """Every module once, together with the siblings that engines fuse it with."""
+    groups: dict[str, list[str]] = {}
+    for module in modules:
+        fused = fused_group(module)
+        groups.setdefault(fused[0] if fused else module, []).append(module)
+    return list(groups.values())
+
+
+def _unite_experts(result: dict[str, Assignment]) -> None:
+    """One rule for all experts of a layer: engines read the first expert's scheme and apply it to every one."""
+    blocks: dict[str, list[str]] = {}
+    for module, decision in result.items():
+        block = expert_block(module)
+        if block is not None and decision.role == "expert":
+            blocks.setdefault(block, []).append(module)
+    for modules in blocks.values():
+        # The rarest first: 16 bit, then whatever is not the rule of the first expert.
+        odd = next((m for m in modules if result[m].rule is None), None) or next(
+            (m for m in modules if isinstance(getattr(result[m].rule, "granularity", None), PerRow)), None
+        )
+        for module in modules:
+            if odd is not None and result[module].rule != result[odd].rule:
+                what = "in 16 bit" if result[odd].rule is None else "per channel"
+                reason = f"{odd} is {what}, and engines run all experts of a layer alike"
+                result[module] = replace(result[module], rule=result[odd].rule, reason=reason)
 
 
 def _fit_file(module: str, decision: Assignment, group: list[tuple[int, ...]], layout: str) -> Assignment:

@@ -53,6 +53,11 @@ def linears():
         ("mtp.layers.0.self_attn.q_proj.weight", (9, 9), "mtp"),
         ("backbone.layers.0.mixer.conv1d.weight", (9, 1, 4), "other"),
         ("backbone.layers.0.mixer.A_log", (9,), "other"),
+        ("model.layers.0.self_attn.indexer.weights_proj.weight", (9, 9), "router"),
+        ("model.layers.0.self_attn.qkv_proj.lora_A.vision.weight", (9, 9), "other"),
+        ("model.embed_tokens_per_layer.weight", (9, 9), "embedding"),
+        ("model.layers.0.self_attn.kv_a_proj_with_mqa.weight", (9, 9), "linear"),
+        ("score.weight", (9, 9), "head"),
     ],
 )
 def test_roles(name, shape, want):
@@ -79,6 +84,55 @@ def test_skipping_one_shard_keeps_all_of_them():
         got = Recipe.named("channel", skip=(pattern,)).assign(LLAMA, layers=1)
         assert linears() - quantized(got) == {f"{L}.self_attn.{p}_proj" for p in "qkv"}
     assert "fuse" in got[f"{L}.self_attn.q_proj"].reason and "skipped" in got[f"{L}.self_attn.k_proj"].reason
+
+
+@pytest.mark.parametrize("layout", [None, "ct", "native"])
+def test_a_skipped_first_shard_keeps_the_others_in_a_file_too(layout):
+    got = Recipe.named("block128", skip=("*q_proj",)).assign(LLAMA, layers=1, layout=layout)
+    assert linears() - quantized(got) == {f"{L}.self_attn.{p}_proj" for p in "qkv"}
+
+
+EXPERTS = {
+    f"{L}.mlp.experts.{e}.{p}.weight": (256, 320) if p == "down_proj" else (320, 256)
+    for e in range(3)
+    for p in ("gate_proj", "up_proj", "down_proj")
+}
+
+
+def test_experts_of_a_layer_share_one_rule():
+    """K of down_proj is ragged: all nine matrices fall back together, since engines look at the first expert only."""
+    shapes = {**LLAMA, **EXPERTS}
+    got = Recipe.named("block128").assign(shapes, layout="ct", layers=1)
+    experts = {m: a for m, a in got.items() if ".experts." in m}
+    assert {a.rule.granularity for a in experts.values()} == {PerRow()}
+    assert got[f"{L}.mlp.down_proj"].rule.granularity == PerBlock()
+    native = Recipe.named("block128").assign(shapes, layout="native", layers=1)
+    assert not any(a.rule for m, a in native.items() if ".experts." in m)
+
+
+def test_one_skipped_expert_keeps_its_layer():
+    got = Recipe.named("channel", skip=("*.experts.1.up_proj",)).assign({**LLAMA, **EXPERTS}, layers=1)
+    assert not any(a.rule for m, a in got.items() if ".experts." in m)
+    assert "all experts" in got[f"{L}.mlp.experts.2.down_proj"].reason
+
+
+FUSED_SHAPES = {f"{L}.self_attn.qkv_proj.weight": (512, 256), f"{L}.mlp.gate_up_proj.weight": (768, 256)}
+
+
+@pytest.mark.parametrize(
+    ("config", "qkv"),
+    [
+        ({"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128}, PerBlock()),
+        ({"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 256}, PerBlock()),
+        ({"num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 64}, PerRow()),
+        ({}, PerRow()),
+    ],
+    ids=["whole-blocks", "from-hidden-size", "half-a-block", "unknown"],
+)
+def test_matrices_fused_on_disk(config, qkv):
+    got = Recipe.named("block128").assign(FUSED_SHAPES, layout="ct", config=config)
+    assert got[f"{L}.self_attn.qkv_proj"].rule.granularity == qkv
+    assert got[f"{L}.mlp.gate_up_proj"].rule.granularity == PerBlock()
 
 
 @pytest.mark.parametrize(
