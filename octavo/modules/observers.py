@@ -113,13 +113,14 @@ class InputObserver:
 
     names: the modules and stacked parameters to watch, as in `model.named_modules()` and `named_parameters()`.
     rows: rows sampled from each call. mask: bool [batch, sequence] of the running sample, False for padding; None
-    when there is no padding.
+    when there is no padding. transposed: stacked parameters seen used as x @ W[e], W[e] being [K, N], not [N, K].
     """
 
     def __init__(self, model: nn.Module, names: Iterable[str], rows: int = 2) -> None:
         self.rows = rows
         self.mask: torch.Tensor | None = None
         self.stats: dict[str, InputStats] = {}
+        self.transposed: set[str] = set()
         self._hooks: list[Any] = []
         self._last: tuple[torch.Tensor, int, InputStats] | None = None
         modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
@@ -143,7 +144,7 @@ class InputObserver:
         for name, linear in self._linears.items():
             self._hooks.append(linear.register_forward_pre_hook(self._hook(name)))
         for owner, module in self._owners.items():
-            products = _ExpertProducts(owner, self._stacks[owner], self.observe)
+            products = _ExpertProducts(owner, self._stacks[owner], self)
             self._hooks.append(module.register_forward_pre_hook(products.start))
             self._hooks.append(module.register_forward_hook(products.stop, always_call=True))
         return self
@@ -153,6 +154,11 @@ class InputObserver:
             hook.remove()
         self._hooks.clear()
         self._last = None
+
+    def stack(self, name: str) -> nn.Parameter | None:
+        """The watched stacked parameter of this name, or None."""
+        owner, _, leaf = name.rpartition(".")
+        return self._stacks.get(owner, {}).get(leaf)
 
     def observe(self, name: str, x: torch.Tensor) -> None:
         """Add inputs x [..., K] of the module `name`. CheckpointError names the module if they hold NaN or Inf."""
@@ -229,12 +235,11 @@ class CacheObserver:
 class _ExpertProducts(TorchFunctionMode):
     """Sees the matrix products of a module whose experts are slices of 3-D parameters, and says which expert it was."""
 
-    _FUNCTIONS = frozenset({torch.nn.functional.linear, torch.matmul, torch.mm, torch.Tensor.matmul})
-    _OPERATORS = frozenset({"__matmul__", "matmul", "mm", "linear"})
+    _LINEAR, _MATMUL = frozenset({"linear"}), frozenset({"matmul", "mm", "__matmul__"})
 
-    def __init__(self, owner: str, stacks: dict[str, nn.Parameter], seen: Callable[[str, torch.Tensor], None]) -> None:
+    def __init__(self, owner: str, stacks: dict[str, nn.Parameter], observer: InputObserver) -> None:
         super().__init__()
-        self.owner, self.stacks, self.seen = owner, stacks, seen
+        self.owner, self.stacks, self.observer = owner, stacks, observer
 
     def start(self, *_: object) -> None:
         self.__enter__()  # type: ignore[no-untyped-call]
@@ -243,16 +248,19 @@ class _ExpertProducts(TorchFunctionMode):
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self._FUNCTIONS or getattr(func, "__name__", "") in self._OPERATORS:
-            name = self._expert(args[1]) if len(args) > 1 else None
-            if name:
-                self.seen(name, args[0])
+        kind = getattr(func, "__name__", "")
+        if kind in self._LINEAR | self._MATMUL and len(args) > 1 and (found := self._expert(args[1])):
+            expert, leaf = found
+            inner = args[1].stride(0 if kind in self._MATMUL else 1)
+            if inner == self.stacks[leaf].stride(1) != self.stacks[leaf].stride(2):
+                self.observer.transposed.add(f"{self.owner}.{leaf}")
+            self.observer.observe(f"{self.owner}.{expert}.{leaf}", args[0])
         return func(*args, **(kwargs or {}))
 
-    def _expert(self, weight: torch.Tensor) -> str | None:
+    def _expert(self, weight: torch.Tensor) -> tuple[int, str] | None:
         for leaf, stack in self.stacks.items():
             if weight.untyped_storage().data_ptr() == stack.untyped_storage().data_ptr():
-                return f"{self.owner}.{(weight.storage_offset() - stack.storage_offset()) // stack.stride(0)}.{leaf}"
+                return (weight.storage_offset() - stack.storage_offset()) // stack.stride(0), leaf
         return None
 
 

@@ -44,7 +44,11 @@ class KVScales(Report):
 
 
 class Scales(Report):
-    """The file. model_fingerprint: `octavo.store.manifest.fingerprint` of the model; data_fingerprint: of the text."""
+    """The file. model_fingerprint: `octavo.store.manifest.fingerprint` of the model; data_fingerprint: of the text.
+
+    unseen: linears, such as rare experts, that no token of the data reached; they have no scale.
+    channels_file: a safetensors file beside this one with `MODULE.input_channel_amax`, float32 [K].
+    """
 
     schema_version: int = SCHEMA_VERSION
     model_fingerprint: str
@@ -52,6 +56,8 @@ class Scales(Report):
     samples: int
     tokens: int
     modules: dict[str, ModuleScales]
+    unseen: list[str] = pydantic.Field(default_factory=list)
+    channels_file: str | None = None
     kv: dict[str, KVScales] = pydantic.Field(default_factory=dict)
 
     @classmethod
@@ -101,5 +107,7 @@ class Scales(Report):
         missing = [module for module in modules if module not in self.modules]
         if missing:
             some = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+            unseen = set(missing) & set(self.unseen)
+            some += f"; no token reached {len(unseen)} of them" if unseen else ""
             fix = "Calibrate again with samples that reach every layer."
             raise MismatchError(f"{source} lacks modules of this model", got=f"nothing for {some}", fix=fix)

@@ -138,6 +138,7 @@ def test_stacked_experts_and_one_unseen(transposed):
     with torch.no_grad():
         hidden = x[0, 3:] @ experts.up[1] if transposed else F.linear(x[0, 3:], experts.up[1])
     assert inputs.stats["0.1.down"].amax == pytest.approx(float(hidden.abs().max()))
+    assert inputs.transposed == ({"0.up", "0.down"} if transposed else set())
     unseen = inputs.stats["0.2.down"]
     assert unseen.amax is None and unseen.percentile(99.0) is None and not unseen.rows
 

@@ -55,6 +55,13 @@ def test_missing_modules_are_refused(path):
         Scales.load(path, modules=["a", "b", "c", "d", "e"])
 
 
+def test_unseen_modules_are_called_so(path):
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps({**values, "unseen": ["b"]}))
+    with pytest.raises(MismatchError, match="nothing for b, c; no token reached 1 of them"):
+        Scales.load(path, modules=["a", "b", "c"])
+
+
 def spoil(change):
     def apply(path):
         values = json.loads(path.read_text())
