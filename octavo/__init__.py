@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from octavo.formats.scaled import ScaledTensor as ScaledTensor
     from octavo.formats.spec import E4M3 as E4M3
     from octavo.formats.spec import E5M2 as E5M2
+    from octavo.integrations.quantizer import OctavoConfig as OctavoConfig
+    from octavo.integrations.transformers import load as load
     from octavo.modules.convert import convert as convert
     from octavo.modules.frozen import FrozenFloat8Linear as FrozenFloat8Linear
     from octavo.modules.linear import Float8Linear as Float8Linear
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from octavo.ops.quantize import quantize as quantize
 
 _HOME = {
+    "load": "octavo.integrations.transformers",
+    "OctavoConfig": "octavo.integrations.quantizer",
     "OctavoError": "octavo.base.errors",
     "E4M3": "octavo.formats.spec",
     "E5M2": "octavo.formats.spec",

@@ -172,7 +172,7 @@ class FrozenFloat8Linear(nn.Linear):
         with self._without_frozen() as frozen:
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, parameter in frozen.items():
-            moved = _move_only(fn, parameter)
+            moved = move_only(fn, parameter)
             if torch._has_compatible_shallow_copy_type(parameter, moved):
                 parameter.data = moved
             else:
@@ -222,7 +222,8 @@ class FrozenFloat8Linear(nn.Linear):
                 self._parameters[name] = FrozenParameter(parameter.data)
 
 
-def _move_only(fn: Callable[[torch.Tensor], torch.Tensor], parameter: nn.Parameter) -> torch.Tensor:
+def move_only(fn: Callable[[torch.Tensor], torch.Tensor], parameter: nn.Parameter) -> torch.Tensor:
+    """What `fn` makes of a parameter, with the parameter's dtype: a cast only moves."""
     with torch.no_grad():
         moved = fn(parameter.data)
     return moved if moved.dtype == parameter.dtype else parameter.data.to(moved.device)

@@ -1,0 +1,183 @@
+"""Weights into codes while they stream: one tensor at a time, in slices, fused siblings with their common scale."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from octavo.base.errors import CheckpointError
+from octavo.formats.architectures import fused_group
+from octavo.formats.granularity import PerTensor
+from octavo.formats.recipe import Rule
+from octavo.formats.scale import scale_of
+from octavo.formats.scaled import ScaledTensor
+from octavo.integrations.load_plan import LoadPlan, ModulePlan
+from octavo.modules.frozen import FrozenParameter
+from octavo.ops.quantize import quantize
+from octavo.store.scales import Scales
+from octavo.store.schema import read_scaled
+from octavo.store.tensors import Checkpoint
+
+# Float32 copies of this many values at a time: 64 MB each.
+SLICE = 1 << 24
+
+Tensors = dict[str, torch.Tensor]
+
+
+def quantize_in_slices(x: torch.Tensor, rule: Rule, name: str, scale: torch.Tensor | None = None) -> ScaledTensor:
+    """`octavo.quantize` of a matrix [N, K], in row slices: the same codes and scales, and memory that does not grow.
+
+    CheckpointError names the tensor if it holds NaN or Inf.
+    """
+    if rule.method == "absmax" and isinstance(rule.granularity, PerTensor) and scale is None:
+        scale = scale_of(amax_in_slices([x], name), rule.spec, rule.scale_format)
+    tile = rule.granularity.tile[0]
+    step = max(SLICE // max(x.shape[1], 1), 1)
+    step = -(-step // tile) * tile if tile else (step if scale is not None else x.shape[0])
+    if len(x) <= step:
+        _check_finite(x, name)
+        return quantize(x, rule, scale=scale)
+    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+    scales = []
+    for start in range(0, len(x), step):
+        part = x[start : start + step]
+        _check_finite(part, name)
+        q = quantize(part, rule, scale=scale)
+        codes[start : start + step] = q.codes
+        scales.append(q.scale)
+    whole = scale if scale is not None else torch.cat(scales)
+    return ScaledTensor(codes, whole, rule.spec, rule.granularity)
+
+
+def amax_in_slices(tensors: list[torch.Tensor], name: str) -> torch.Tensor:
+    """The largest magnitude of several matrices, float32, scalar."""
+    parts = []
+    for x in tensors:
+        for part in torch.split(x, max(SLICE // max(x.shape[1], 1), 1)):
+            _check_finite(part, name)
+            parts.append(PerTensor().amax(part).to(tensors[0].device))
+    return torch.stack(parts).max()
+
+
+def _check_finite(x: torch.Tensor, name: str) -> None:
+    if not bool(torch.isfinite(x).all()):
+        kind = "NaN" if bool(torch.isnan(x).any()) else "Inf"
+        raise CheckpointError(f"tensor {name}", got=kind, need="finite weights", fix="Fetch the checkpoint again.")
+
+
+@dataclass
+class Streamer:
+    """Makes the parameters of planned modules out of the tensors that arrive.
+
+    held: weights that wait for their fused siblings, by module; with per-tensor scales all of them share one scale.
+    """
+
+    plan: LoadPlan
+    checkpoint: Checkpoint | None
+    scales: Scales | None = None
+    held: Tensors = field(default_factory=dict)
+
+    def linear(self, module: str, x: torch.Tensor) -> Tensors:
+        """The weight of a linear arrived: its parameters, by full name; {} while siblings are missing."""
+        plan = self.plan.modules[module]
+        if plan.stored:
+            assert self.checkpoint is not None
+            q = read_scaled(self.checkpoint, plan.disk, self.plan.scheme).to(x.device)
+            return self._parameters(module, plan, ScaledTensor(q.codes.clone(), q.scale.clone(), q.spec, q.granularity))
+        group = self._common_scale_group(module)
+        if len(group) == 1:
+            return self._parameters(
+                module, plan, quantize_in_slices(self._exact(plan, x), plan.rule, self._name(module))
+            )
+        self.held[module] = self._exact(plan, x)
+        if not all(sibling in self.held for sibling in group):
+            return {}
+        waiting = {sibling: self.held.pop(sibling) for sibling in group}
+        amax = amax_in_slices(list(waiting.values()), self._name(module))
+        scale = scale_of(amax, plan.rule.spec, plan.rule.scale_format)
+        result: Tensors = {}
+        for sibling in group:
+            q = quantize_in_slices(waiting.pop(sibling), plan.rule, self._name(sibling), scale.to(x.device))
+            result |= self._parameters(sibling, self.plan.modules[sibling], q)
+        return result
+
+    def experts(self, module: str, leaf: str, parts: list[list[torch.Tensor]]) -> Tensors:
+        """All experts' matrices of one parameter: [[gate of each expert], [up of each]], or [[down of each]]."""
+        plan = self.plan.modules[module]
+        name, device = f"{module}.{leaf}", parts[0][0].device
+        disk = list(self.plan.disk_modules(name).values())
+        shards, experts, (rows, cols) = len(parts), len(parts[0]), parts[0][0].shape
+        codes = torch.empty((experts, shards * rows, cols), dtype=torch.uint8, device=device)
+        shape = (experts, shards, *plan.rule.granularity.scale_shape((rows, cols)))
+        scales = torch.empty(shape, dtype=torch.float32, device=device)
+        for expert in range(experts):
+            matrices = [part[expert] for part in parts]
+            common = None
+            if not plan.stored and shards > 1 and isinstance(plan.rule.granularity, PerTensor):
+                common = scale_of(amax_in_slices(matrices, name), plan.rule.spec, plan.rule.scale_format)
+            for shard, matrix in enumerate(matrices):
+                if plan.stored:
+                    assert self.checkpoint is not None
+                    q = read_scaled(self.checkpoint, disk[shard][expert], self.plan.scheme)
+                else:
+                    q = quantize_in_slices(matrix, plan.rule, name, common)
+                codes[expert, shard * rows : (shard + 1) * rows] = q.codes
+                scales[expert, shard] = q.scale
+        return {name: FrozenParameter(codes), f"{name}_scale": FrozenParameter(scales)}
+
+    def _parameters(self, module: str, plan: ModulePlan, q: ScaledTensor) -> Tensors:
+        result: Tensors = {
+            f"{module}.weight": FrozenParameter(q.codes),
+            f"{module}.weight_scale": FrozenParameter(q.scale.reshape(q.scale.shape or (1,))),
+        }
+        if plan.activation == "static":
+            value = torch.tensor([self._input_scale(module, plan)], dtype=torch.float32, device=q.codes.device)
+            result[f"{module}.input_scale"] = FrozenParameter(value)
+        return result
+
+    def _input_scale(self, module: str, plan: ModulePlan) -> float:
+        if self.scales is not None:
+            name = module if module in self.scales.modules else plan.disk
+            self.scales.require([name])
+            return self.scales.modules[name].input_scale
+        stored = f"{plan.disk}.input_scale"
+        if self.checkpoint is None or stored not in self.checkpoint:
+            fix = "Give scales=, the scales.json of `octavo calibrate`, or use activation 'token'."
+            raise CheckpointError(f"activation 'static': no input scale for {module}", fix=fix)
+        return float(self.checkpoint.get(stored).float().max())
+
+    def _exact(self, plan: ModulePlan, x: torch.Tensor) -> torch.Tensor:
+        """The tensor as it is on disk: Transformers may have cast it, and rounding twice is not rounding once."""
+        name = f"{plan.disk}.weight"
+        if self.checkpoint is None or name not in self.checkpoint or self.checkpoint.dtype(name) == x.dtype:
+            return x
+        return self.checkpoint.get(name).to(x.device)
+
+    def _common_scale_group(self, module: str) -> list[str]:
+        plan = self.plan.modules[module]
+        siblings = (fused_group(module) or ("", (module,)))[1]
+        if not isinstance(plan.rule.granularity, PerTensor) or plan.rule.method != "absmax":
+            return [module]
+        group = [s for s in siblings if s in self.plan.modules and not self.plan.modules[s].stored]
+        return [s for s in group if self.plan.modules[s].rule == plan.rule]
+
+    def _name(self, module: str) -> str:
+        return f"{self.plan.modules[module].disk or module}.weight"
+
+
+def unfilled(model: nn.Module) -> list[str]:
+    """FP8 modules whose weight never arrived."""
+    from octavo.modules.experts import FrozenFloat8Experts
+    from octavo.modules.frozen import FrozenFloat8Linear
+
+    missing = []
+    for name, module in model.named_modules():
+        if isinstance(module, FrozenFloat8Linear | FrozenFloat8Experts):
+            codes = [
+                p for n, p in module.named_parameters(recurse=False) if n in ("weight", "gate_up_proj", "down_proj")
+            ]
+            if any(p.dtype != torch.uint8 or p.is_meta for p in codes):
+                missing.append(name)
+    return missing
