@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from octavo.ops.matmul import scaled_mm as scaled_mm
     from octavo.ops.quantize import dequantize as dequantize
     from octavo.ops.quantize import quantize as quantize
+    from octavo.workflows.calibrate import calibrate as calibrate
+    from octavo.workflows.evaluate import evaluate as evaluate
 
 _HOME = {
     "load": "octavo.integrations.transformers",
@@ -49,6 +51,8 @@ _HOME = {
     "FrozenFloat8Linear": "octavo.modules.frozen",
     "Float8Linear": "octavo.modules.linear",
     "convert": "octavo.modules.convert",
+    "calibrate": "octavo.workflows.calibrate",
+    "evaluate": "octavo.workflows.evaluate",
 }
 
 __all__ = [*_HOME]

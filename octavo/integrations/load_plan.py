@@ -69,7 +69,7 @@ def make_plan(
     scheme = parse_quantization_config(checkpoint.config) if checkpoint else StoredScheme("none")
     recipe = _stored_recipe(scheme, recipe) if scheme.groups else recipe or Recipe.named("channel")
     shapes = checkpoint.shapes() if checkpoint else {n: tuple(p.shape) for n, p in model.named_parameters()}
-    sources = _sources(model, list(shapes))
+    sources = sources_on_disk(model, list(shapes))
     plan = LoadPlan(recipe, {}, {}, dict(shapes), sources, scheme)
     plan.assignments = recipe.assign(shapes, layers=checkpoint.layers if checkpoint else None)
     if checkpoint is not None and scheme.groups:
@@ -201,7 +201,7 @@ def _tied(model: nn.Module) -> set[str]:
     return {*keys, *keys.values()} if isinstance(keys, Mapping) else set()
 
 
-def _sources(model: Any, tensors: list[str]) -> Sources:
+def sources_on_disk(model: Any, tensors: list[str]) -> Sources:
     """Which tensors on disk make up which parameter, by Transformers' own renaming."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key

@@ -1,0 +1,181 @@
+"""Models as calibration and evaluation need them: opened by any name a user may give, run on one sample at a time."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from octavo.base.errors import CheckpointError, ConfigError
+from octavo.formats.recipe import Recipe
+from octavo.integrations.hub import first_line, load_tokenizer, resolve_model
+from octavo.integrations.load_plan import LoadPlan, sources_on_disk
+from octavo.integrations.transformers import auto_class, load, load_config, refuse_other_methods
+from octavo.store.run import RunFolder
+from octavo.store.tensors import Checkpoint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+# parameter in the model -> names of the modules on disk that make it up: by part (gate, up), by expert
+StoredNames = Callable[[str], list[list[str]]]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model in evaluation mode with its tokenizer. folder: where its weights are; of a run folder, the base's."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    folder: Path
+
+
+def compute_dtype(name: str, device: str | None) -> torch.dtype:
+    """`auto`: bfloat16 on a GPU, float32 on a CPU, where 16-bit arithmetic is slow."""
+    if name != "auto":
+        return DTYPES[name]
+    kind = torch.device(device).type if device else ("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.float32 if kind == "cpu" else torch.bfloat16
+
+
+def open_model(
+    name: str | Path,
+    *,
+    recipe: Recipe | None = None,
+    activation: str | None = None,
+    scales: Path | None = None,
+    device: str | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Opened:
+    """A folder in 16 bit or FP8, a hub id, `demo`, or the run folder of a fine-tune (its base plus its adapter).
+
+    recipe: quantize a 16-bit model while loading; None takes the weights as they are stored, and for a run folder
+    quantizes the base as the run did. activation: what FP8 linears do to their inputs; None is what the folder, the
+    recipe or the run says. scales: a scales.json, for `static`.
+    """
+    if is_run(name):
+        return _open_run(RunFolder(Path(name)), recipe, activation, scales, device, dtype)
+    folder = resolve_model(name)
+    if recipe is None and not is_fp8(folder):
+        if activation not in (None, "none"):
+            fix = "Name a scheme, so that its linears are quantized."
+            raise ConfigError(f"activation '{activation}'", got=f"{name} in 16 bit", need="FP8 weights", fix=fix)
+        model = load_16bit(folder, device=device, dtype=dtype)
+    else:
+        model = load(folder, recipe, device=device, dtype=dtype, activation=activation, scales=scales)
+    return Opened(model.eval(), load_tokenizer(folder), folder)
+
+
+def is_run(name: str | Path) -> bool:
+    """Whether this is the run folder of a fine-tune, finished or not."""
+    folder = Path(name)
+    return RunFolder(folder).config.is_file() and not (folder / "config.json").is_file()
+
+
+def _open_run(
+    run: RunFolder,
+    recipe: Recipe | None,
+    activation: str | None,
+    scales: Path | None,
+    device: str | None,
+    dtype: torch.dtype,
+) -> Opened:
+    from octavo.integrations.peft import load_adapter
+
+    run.require_finished()
+    settings = run.read_config()
+    mode = activation or settings["activation"]
+    if recipe is not None:
+        fix = "Leave the scheme out, or evaluate the exported checkpoint."
+        raise ConfigError(f"run {run.path} has quantized its base itself", got=f"scheme '{recipe.name}'", fix=fix)
+    if settings["mode"] == "lora":
+        skip = tuple(settings["skip"])
+        recipe = Recipe.named(settings["scheme"], activation=mode, skip=skip, scale_format=settings["scale_format"])
+        scales = scales or settings["scales"]
+    static = scales if mode == "static" else None
+    base = open_model(settings["model"], recipe=recipe, scales=static, device=device, dtype=dtype)
+    return Opened(load_adapter(base.model, run.adapter).eval(), base.tokenizer, base.folder)
+
+
+def is_fp8(folder: Path) -> bool:
+    """Whether the weights in a folder are quantized; CheckpointError if it is with anything but FP8."""
+    checkpoint = Checkpoint.open(folder)
+    refuse_other_methods(checkpoint)
+    return "quantization_config" in checkpoint.config or "quantization_config" in checkpoint.text_config
+
+
+def load_16bit(folder: Path, *, device: str | None, dtype: torch.dtype) -> PreTrainedModel:
+    """A model as it is, every weight in `dtype`."""
+    config = load_config(folder)
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    settings: dict[str, Any] = {"device_map": {"": place}} if place.type != "cpu" else {}
+    try:
+        model = auto_class(config).from_pretrained(
+            folder, config=config, dtype=dtype, local_files_only=True, **settings
+        )
+    except Exception as error:
+        raise CheckpointError(f"{folder} does not load in Transformers", got=first_line(error)) from error
+    return cast("PreTrainedModel", model)
+
+
+@torch.no_grad()
+def logits(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """tokens int64 [T], one sample without padding -> logits [T, V], in the model's dtype."""
+    device = next(model.parameters()).device
+    result: torch.Tensor = model(input_ids=tokens[None].to(device), use_cache=False).logits[0]
+    return result
+
+
+@torch.no_grad()
+def run_layers(model: nn.Module, tokens: torch.Tensor, cache: Any = None) -> None:
+    """Send one sample, int64 [T], through the decoder layers; the head is left out. cache: filled if given."""
+    cached = {"use_cache": False} if cache is None else {"use_cache": True, cache_argument(model): cache}
+    device = next(model.parameters()).device
+    _decoder(model)(input_ids=tokens[None].to(device), **cached)
+
+
+def new_cache(model: nn.Module) -> Any:
+    """An empty KV cache for one sample, or None for a model that keeps no keys and values."""
+    from transformers import DynamicCache
+
+    if not cache_argument(model):
+        return None
+    return DynamicCache(config=cast(Any, model).config)
+
+
+def cache_argument(model: nn.Module) -> str:
+    """What the decoder calls its cache: Transformers renamed it on the way from 5.17 to 5.24. Empty: it takes none."""
+    known = inspect.signature(_decoder(model).forward).parameters
+    return next((name for name in ("cache", "past_key_values") if name in known), "")
+
+
+def stored_names(model: nn.Module, checkpoint: Checkpoint) -> StoredNames:
+    """How the checkpoint calls what a parameter of the model is made of."""
+    plan = LoadPlan(Recipe(), sources=sources_on_disk(model, checkpoint.names()))
+    return lambda parameter: list(plan.disk_modules(parameter).values())
+
+
+def attention_names(model: nn.Module) -> dict[int, str]:
+    """Layer -> its attention module, as caches count layers."""
+    found: dict[int, str] = {}
+    for name, module in model.named_modules():
+        layer = getattr(module, "layer_idx", None)
+        if isinstance(layer, int) and "attn" in name.rpartition(".")[2].lower().replace("attention", "attn"):
+            found.setdefault(layer, name)
+    return found
+
+
+def show_experts(model: nn.Module) -> None:
+    """Run stacked experts one by one from now on: grouped products do not show which expert was given which input."""
+    cast(Any, model).set_experts_implementation("eager")
+
+
+def _decoder(model: nn.Module) -> nn.Module:
+    decoder: nn.Module = cast(Any, model).get_decoder()
+    return decoder

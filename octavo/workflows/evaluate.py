@@ -1,0 +1,211 @@
+"""evaluate (the command `eval`): how good a model is, and how far from another, on the same tokens.
+
+Both models see one window after the other; no logits are kept. What counts is the divergence: perplexity is noisier
+than the effect of FP8 on it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import pydantic
+import torch
+from torch import nn
+
+from octavo.base.errors import ConfigError, MismatchError
+from octavo.base.log import progress
+from octavo.base.report import Config, Report
+from octavo.formats.recipe import Recipe
+from octavo.integrations import measuring
+from octavo.integrations.data import load_data, token_windows
+from octavo.modules.divergence import Divergence, PairedScore, Perplexity, window_nll
+
+
+class EvaluateConfig(Config):
+    """model, against: a folder in 16 bit or FP8, the run folder of a fine-tune, a hub id, or `demo`.
+
+    data: as for calibrate; its part `split`. tokens: at most so many, in windows of `context`.
+    scheme: `stored` takes the weights as the folder has them; another quantizes a 16-bit `model` while loading.
+    activation: what `model` does to its activations: none, static (needs scales), token, group128; by default what its
+    folder says, and none for 16-bit weights quantized here. `against` runs as it is stored.
+    """
+
+    model: str
+    against: str | None = None
+    data: str = "demo"
+    split: Literal["eval", "calibration", "train"] = "eval"
+    tokens: int = pydantic.Field(12_288, ge=2)
+    context: int = pydantic.Field(512, ge=2)
+    scheme: Literal["stored", "channel", "block128", "tensor"] = "stored"
+    scale_format: Literal["fp32", "po2"] = "fp32"
+    activation: Literal["none", "static", "token", "group128"] | None = None
+    scales: Path | None = None
+    device: str | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
+    out: Path | None = None
+
+
+class EvaluateReport(Report):
+    """perplexity, perplexity_se: of `model`; every `_se` is a standard error over windows.
+
+    Against a reference, paired on the same tokens, else None: rise_percent of the perplexity, kl in nats per token and
+    its 99th percentile kl_p99, top1: share of positions where both put the same token first, within_noise: the 95 %
+    interval of the paired difference holds zero. verdict: the same in a sentence.
+    """
+
+    model: str
+    against: str | None
+    scheme: str
+    activation: str | None
+    data: str
+    data_fingerprint: str
+    tokens: int
+    windows: int
+    context: int
+    perplexity: float
+    perplexity_se: float | None
+    reference_perplexity: float | None = None
+    reference_perplexity_se: float | None = None
+    rise_percent: float | None = None
+    rise_percent_se: float | None = None
+    kl: float | None = None
+    kl_se: float | None = None
+    kl_p99: float | None = None
+    top1: float | None = None
+    top1_se: float | None = None
+    within_noise: bool | None = None
+    verdict: str
+    seconds: float
+
+    def table(self) -> list[tuple[str, str]]:
+        """(label, value with its standard error) of every figure there is: what the command prints."""
+        rows = [("perplexity", _figure(self.perplexity, self.perplexity_se, 3))]
+        if self.against is not None:
+            rows += [
+                ("reference perplexity", _figure(self.reference_perplexity, self.reference_perplexity_se, 3)),
+                ("rise", _figure(self.rise_percent, self.rise_percent_se, 2, " %")),
+                ("KL to reference, mean", _figure(self.kl, self.kl_se, 5)),
+                ("KL to reference, 99th percentile", _figure(self.kl_p99, None, 4)),
+                ("same first token", _figure(self.top1, self.top1_se, 4)),
+            ]
+        return [*rows, ("tokens", f"{self.tokens:,} in {self.windows} windows of {self.context}")]
+
+
+def evaluate(config: EvaluateConfig) -> EvaluateReport:
+    """Perplexity of a model; with `against`, paired metrics of the difference.
+
+    DataError for unreadable or too short data, MismatchError for two models that do not share a tokenizer,
+    CheckpointError for a model that does not load or whose logits are NaN.
+    """
+    started = time.monotonic()
+    device, dtype = config.device, measuring.compute_dtype(config.dtype, config.device)
+    data = load_data(config.data, config.split)
+    opened = measuring.open_model(
+        config.model,
+        recipe=recipe_of(config),
+        activation=config.activation,
+        scales=config.scales,
+        device=device,
+        dtype=dtype,
+    )
+    context = min(config.context, config.tokens)
+    texts, count = data.texts(opened.tokenizer), config.tokens // context
+    windows = token_windows(opened.tokenizer, texts, context, count)
+    if config.against is None:
+        figures = alone(opened.model, windows)
+    else:
+        reference = measuring.open_model(config.against, device=device, dtype=dtype)
+        theirs = token_windows(reference.tokenizer, texts, context, count)
+        if not torch.equal(windows, theirs):
+            what = f"{config.model} and {config.against} cut the same text into different tokens"
+            raise MismatchError(what, fix="Compare models that share a tokenizer.")
+        figures = paired(reference.model, opened.model, windows)
+    report = EvaluateReport(
+        activation=config.activation,
+        data_fingerprint=data.fingerprint,
+        tokens=windows.numel(),
+        windows=len(windows),
+        context=windows.shape[1],
+        seconds=time.monotonic() - started,
+        **config.model_dump(include={"model", "against", "scheme", "data"}),
+        **figures,
+    )
+    if config.out:
+        report.write(config.out)
+    return report
+
+
+def recipe_of(config: EvaluateConfig) -> Recipe | None:
+    """How to quantize `model` while it loads; None takes its weights as stored."""
+    if config.scheme == "stored":
+        return None
+    if config.activation == "static" and config.scales is None:
+        fix = "Give --scales scales.json, written by octavo calibrate."
+        raise ConfigError("activation 'static'", got="no scales", need="calibrated scales", fix=fix)
+    return Recipe.named(config.scheme, activation=config.activation or "none", scale_format=config.scale_format)
+
+
+def alone(model: nn.Module, windows: torch.Tensor) -> dict[str, Any]:
+    """Perplexity of one model over windows of tokens, int64 [n, T]."""
+    nll = []
+    with progress("Evaluating", len(windows)) as advance:
+        for window in windows:
+            nll.append(window_nll(measuring.logits(model, window).cpu(), window))
+            advance(1)
+    result = Perplexity.of(nll)
+    text = f"perplexity {_figure(result.value, result.se, 3)}"
+    return {"perplexity": result.value, "perplexity_se": _known(result.se), "verdict": text}
+
+
+def paired(reference: nn.Module, model: nn.Module, windows: torch.Tensor) -> dict[str, Any]:
+    """Both models on the same windows, int64 [n, T]: the fields of the report."""
+    score = PairedScore()
+    with progress("Evaluating both", len(windows)) as advance:
+        for window in windows:
+            theirs = measuring.logits(reference, window)
+            ours = measuring.logits(model, window).to(theirs.device)
+            score.add(theirs, ours, window.to(theirs.device))
+            advance(1)
+    result = score.result()
+    return {
+        "perplexity": result.candidate.value,
+        "perplexity_se": _known(result.candidate.se),
+        "reference_perplexity": result.reference.value,
+        "reference_perplexity_se": _known(result.reference.se),
+        "rise_percent": result.rise.mean,
+        "rise_percent_se": _known(result.rise.se),
+        "kl": result.kl.mean,
+        "kl_se": _known(result.kl.se),
+        "kl_p99": result.kl_p99,
+        "top1": result.top1.mean,
+        "top1_se": _known(result.top1.se),
+        "within_noise": result.within_noise,
+        "verdict": verdict(result, len(windows)),
+    }
+
+
+def verdict(result: Divergence, windows: int) -> str:
+    """What the figures allow to say, in one sentence."""
+    change = f"perplexity {_figure(result.rise.mean, _known(result.rise.se), 2, ' %', sign=True)}"
+    if windows == 1:
+        return f"{change}: a single window cannot tell a difference from noise"
+    if result.kl.mean == 0:
+        return "the two models are the same: no token's distribution differs"
+    if result.within_noise:
+        return f"{change}: within noise over {windows} windows; KL {result.kl.mean:.5f} shows how far the models differ"
+    better = "better" if result.rise.mean < 0 else "worse"
+    return f"{change}: {better} than the reference beyond noise; KL {result.kl.mean:.5f}"
+
+
+def _known(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _figure(value: float | None, se: float | None, digits: int, unit: str = "", *, sign: bool = False) -> str:
+    if value is None:
+        return "-"
+    text = f"{value:+.{digits}f}" if sign else f"{value:.{digits}f}"
+    return f"{text}{unit}" if se is None else f"{text} ± {se:.{digits}f}{unit}"

@@ -1,0 +1,182 @@
+"""eval against Transformers' own loss, for every kind of model it accepts, and what it says of small differences."""
+
+import json
+import math
+import shutil
+
+import pytest
+import safetensors.torch
+import torch
+
+from octavo.base.errors import CheckpointError, ConfigError, DataError, MismatchError
+from octavo.formats.recipe import Recipe
+from octavo.integrations.transformers import load
+from octavo.workflows.calibrate import CalibrateConfig, calibrate
+from octavo.workflows.evaluate import EvaluateConfig, evaluate
+
+TEXT = "The quick brown fox jumps over the lazy dog; 17 wizards quietly vex a jumbled box of grapes. "
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text(TEXT * 20)
+    return str(path)
+
+
+def run(model, data, **settings):
+    return evaluate(EvaluateConfig(model=str(model), data=data, **{"tokens": 384, "context": 64, **settings}))
+
+
+def own_losses(model, folder):
+    """Transformers' own loss of each window."""
+    from transformers import AutoTokenizer
+
+    ids = AutoTokenizer.from_pretrained(folder)(TEXT * 20)["input_ids"][:384]
+    with torch.no_grad():
+        return torch.stack([model(w[None], labels=w[None]).loss for w in torch.tensor(ids).view(6, 64)])
+
+
+def test_perplexity_is_that_of_transformers(tiny_llama, data):
+    from transformers import AutoModelForCausalLM
+
+    report = run(tiny_llama, data)
+    losses = own_losses(AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32).eval(), tiny_llama)
+    assert report.perplexity == pytest.approx(float(losses.mean().exp()), rel=1e-5)
+    assert report.perplexity_se == pytest.approx(float(losses.mean().exp() * losses.std() / 6**0.5), rel=1e-3)
+    assert (report.tokens, report.windows, report.context) == (384, 6, 64)
+    assert report.kl is None and [label for label, _ in report.table()] == ["perplexity", "tokens"]
+
+
+def test_a_model_against_itself(tiny_llama, data):
+    report = run(tiny_llama, data, against=str(tiny_llama))
+    assert report.kl == report.kl_p99 == report.rise_percent == 0 and report.top1 == 1
+    assert report.within_noise and "same" in report.verdict
+
+
+def test_quantized_while_loading(tiny_llama, data, tmp_path):
+    out = tmp_path / "eval.json"
+    report = run(tiny_llama, data, against=str(tiny_llama), scheme="channel", out=out)
+    assert 0 < report.kl < report.kl_p99 < 0.1 and 0.5 < report.top1 <= 1
+    assert report.reference_perplexity == pytest.approx(run(tiny_llama, data).perplexity, rel=1e-9)
+    assert f"{report.kl:.5f}" in report.verdict
+    assert dict(report.table())["KL to reference, mean"].startswith(f"{report.kl:.5f} ± ")
+    assert json.loads(out.read_text())["kl"] == report.kl
+
+
+def test_activation_modes_order(tiny_llama, data, tmp_path):
+    """Rounding activations too costs more; every mode gives its own figure."""
+    calibrate(CalibrateConfig(model=str(tiny_llama), data=data, out=tmp_path / "scales.json", samples=4, context=64))
+    kl = {
+        mode: run(
+            tiny_llama,
+            data,
+            against=str(tiny_llama),
+            scheme="channel",
+            activation=mode,
+            scales=tmp_path / "scales.json" if mode == "static" else None,
+        ).kl
+        for mode in ("none", "token", "group128", "static")
+    }
+    assert len(set(kl.values())) >= 3  # a hidden size of 64 is a single group
+    assert kl["none"] < min(kl["token"], kl["group128"], kl["static"])
+
+
+def test_fp8_folder_is_taken_as_stored(tiny_llama, data, tmp_path):
+    load(tiny_llama, Recipe.named("channel", activation="token")).save_pretrained(tmp_path)
+    for file in tiny_llama.glob("token*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    stored = run(tmp_path, data, against=str(tiny_llama))
+    here = run(tiny_llama, data, against=str(tiny_llama), scheme="channel", activation="token")
+    assert stored.kl == pytest.approx(here.kl, rel=1e-4)
+    weights_only = run(tmp_path, data, against=str(tiny_llama), activation="none")
+    assert weights_only.kl < stored.kl
+
+
+def write_run(folder, base, **settings):
+    """A finished run as finetune leaves it: settings, policy, manifest and a real adapter that does something."""
+    from peft import LoraConfig
+
+    from octavo.integrations.peft import get_peft_model
+    from octavo.store.run import RunFolder
+
+    run = RunFolder(folder)
+    fp8 = load(base, Recipe.named("channel"), dtype=torch.float32, activation="none")
+    model = get_peft_model(fp8, LoraConfig(r=4, target_modules="all-linear"))
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.02)
+    model.save_pretrained(run.adapter)
+    defaults = {"mode": "lora", "scheme": "channel", "scale_format": "fp32", "skip": [], "activation": "none"}
+    run.write_config({"model": str(base), **defaults, "scales": None, **settings})
+    run.write_policy({})
+    run.manifest.write_text("{}")
+    return model
+
+
+def test_run_folder_is_its_base_and_adapter(tiny_llama, data, tmp_path):
+    model = write_run(tmp_path / "run", tiny_llama)
+    report = run(tmp_path / "run", data)
+    assert report.perplexity == pytest.approx(float(own_losses(model.eval(), tiny_llama).mean().exp()), rel=1e-5)
+    assert report.perplexity != pytest.approx(run(tiny_llama, data, scheme="channel").perplexity, rel=1e-5)
+    two_stage = tmp_path / "two-stage"
+    write_run(two_stage, tiny_llama, mode="two-stage")
+    assert run(two_stage, data).perplexity != report.perplexity
+    with pytest.raises(ConfigError, match="quantized its base itself"):
+        run(two_stage, data, scheme="channel")
+
+
+def test_unfinished_run(tmp_path, data):
+    (tmp_path / "config.yaml").write_text("model: demo\n")
+    with pytest.raises(CheckpointError, match="no run of octavo finetune"):
+        run(tmp_path, data)
+
+
+def test_fewer_tokens_than_a_context(tiny_llama, data):
+    report = run(tiny_llama, data, tokens=40, against=str(tiny_llama), scheme="tensor")
+    assert (report.tokens, report.windows, report.context) == (40, 1, 40)
+    assert report.rise_percent_se is None and "single window" in report.verdict
+
+
+def test_another_tokenizer_is_refused(tiny_llama, data, tmp_path):
+
+    other = tmp_path / "other"
+    shutil.copytree(tiny_llama, other)
+    values = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = values["model"]["vocab"]
+    vocabulary["q"], vocabulary["z"] = vocabulary["z"], vocabulary["q"]
+    (other / "tokenizer.json").write_text(json.dumps(values))
+    with pytest.raises(MismatchError, match="cut the same text into different tokens"):
+        run(other, data, against=str(tiny_llama))
+
+
+def test_broken_weights_are_an_error(tiny_llama, data, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny_llama, broken)
+    tensors = safetensors.torch.load_file(broken / "model.safetensors")
+    tensors["model.norm.weight"][0] = torch.nan
+    safetensors.torch.save_file(tensors, broken / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match="logits of the candidate"):
+        run(broken, data, against=str(tiny_llama))
+
+
+def test_bad_input(tiny_llama, data, tmp_path):
+    with pytest.raises(CheckpointError, match="does not exist"):
+        run(tmp_path / "nothing", data)
+    with pytest.raises(DataError):
+        run(tiny_llama, str(tmp_path / "nothing.txt"))
+    with pytest.raises(ConfigError, match="static"):
+        run(tiny_llama, data, scheme="channel", activation="static")
+    with pytest.raises(ConfigError, match="need FP8 weights"):
+        run(tiny_llama, data, activation="token")
+    with pytest.raises(ConfigError, match="Did you mean 'scheme'"):
+        EvaluateConfig.parse({"model": "demo", "sheme": "channel"})
+
+
+@pytest.mark.slow
+def test_figures_of_the_demo_model(demo_model):
+    """2,048 tokens; the bounds are three standard errors about the figures of the 12,288-token run."""
+    report = run(demo_model, "demo", against=str(demo_model), scheme="channel", tokens=2048, context=512)
+    assert math.isfinite(report.perplexity)
+    assert 0.012 < report.kl < 0.025
