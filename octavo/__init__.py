@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from octavo.ops.quantize import quantize as quantize
     from octavo.workflows.calibrate import calibrate as calibrate
     from octavo.workflows.evaluate import evaluate as evaluate
+    from octavo.workflows.finetune import finetune as finetune
 
 _HOME = {
     "load": "octavo.integrations.transformers",
@@ -53,6 +54,7 @@ _HOME = {
     "convert": "octavo.modules.convert",
     "calibrate": "octavo.workflows.calibrate",
     "evaluate": "octavo.workflows.evaluate",
+    "finetune": "octavo.workflows.finetune",
 }
 
 __all__ = [*_HOME]

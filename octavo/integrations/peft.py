@@ -8,6 +8,7 @@ of the raw bytes. So the LoRA layer here has its own merge, and FrozenFloat8Line
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -18,8 +19,9 @@ from peft import get_peft_model as peft_get_peft_model
 from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import nn
+from transformers import PreTrainedModel
 
-from octavo.base.errors import ConfigError, RefusedError
+from octavo.base.errors import ConfigError, RefusedError, did_you_mean
 from octavo.formats.measure import delta_kept
 from octavo.formats.scaled import ScaledTensor
 from octavo.modules.frozen import FrozenFloat8Linear
@@ -117,7 +119,46 @@ def get_peft_model(model: nn.Module, config: LoraConfig, **options: Any) -> Peft
 
     ConfigError for what cannot work over FP8 codes: DoRA and initialisations that read the base weight.
     """
-    return peft_get_peft_model(model, register(config), **options)
+    with warnings.catch_warnings():
+        # PEFT asks a Transformers model by a name that 5.24 renamed.
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
+        return peft_get_peft_model(model, register(config), **options)
+
+
+def lora_config(
+    model: PreTrainedModel,
+    *,
+    rank: int,
+    alpha: float,
+    dropout: float = 0.0,
+    rslora: bool = False,
+    gaussian: bool = False,
+    target_modules: Collection[str] = (),
+) -> LoraConfig:
+    """A LoraConfig for a Transformers model. target_modules: names or their ends; none: every linear but the head.
+
+    ConfigError for a name that fits no linear layer, and for the head or the embeddings, which stay as they are.
+    """
+    linears = [
+        n for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not model.get_output_embeddings()
+    ]
+    for target in target_modules:
+        if any(name == target or name.endswith("." + target) for name in linears):
+            continue
+        known = {name.rpartition(".")[2] for name in linears}
+        everything = {name for name, _ in model.named_modules()}
+        if any(name == target or name.endswith("." + target) for name in everything):
+            raise ConfigError(f"target_modules: '{target}' takes no adapter", need=", ".join(sorted(known)))
+        raise ConfigError(f"target_modules: the model has no '{target}'", fix=did_you_mean(target, known))
+    return LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=dropout,
+        use_rslora=rslora,
+        init_lora_weights="gaussian" if gaussian else True,
+        target_modules=list(target_modules) or "all-linear",
+        task_type="CAUSAL_LM",
+    )
 
 
 def load_adapter(model: nn.Module, folder: Path | str, *, trainable: bool = False) -> PeftModel:

@@ -13,14 +13,17 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from octavo.base.errors import CheckpointError, ConfigError, did_you_mean
+import pydantic
+
+from octavo.base.errors import CheckpointError, ConfigError, MismatchError, did_you_mean
 from octavo.base.report import atomic_write, read_yaml, sync_folder
+from octavo.store.manifest import Manifest
 
 POLICY_VERSION = 1
 _STEP = re.compile(r"step-(\d+)")
@@ -96,6 +99,43 @@ class RunFolder:
             raise CheckpointError(
                 f"run {self.path} has no adapter: it did not finish", got=have, fix="Continue it with --resume."
             )
+
+    def resume_point(self, settings: Mapping[str, Any], free: Set[str]) -> Path | None:
+        """The snapshot to continue from, or None if there is none yet.
+
+        settings: as `write_config` takes them, of the run to come. MismatchError where one outside `free` differs from
+        those the run began with: it would silently give another result.
+        """
+        steps = self.steps()
+        if not self.config.is_file() or not steps:
+            return None
+        began = self.read_config()
+        for name in sorted({*began, *settings} - free):
+            if began.get(name) != settings.get(name):
+                raise MismatchError(
+                    f"{self.path} was trained with other settings: {name}",
+                    got=repr(settings.get(name)),
+                    need=repr(began.get(name)),
+                    fix="Resume with the settings of the run, or start a new one.",
+                )
+        return self.snapshot(steps[-1])
+
+    def require_model(self, source: str) -> None:
+        """MismatchError unless the run was trained on the model of this fingerprint."""
+        began = self.read_manifest().source
+        if began != source:
+            raise MismatchError(
+                f"{self.path} was trained on another model",
+                got=f"{source[:19]}...",
+                need=f"{began[:19]}...",
+                fix="Give the model folder the run began with.",
+            )
+
+    def read_manifest(self) -> Manifest:
+        try:
+            return Manifest.model_validate_json(self.manifest.read_bytes())
+        except (OSError, pydantic.ValidationError) as error:
+            raise CheckpointError(f"{self.manifest}", got=" ".join(str(error).split())[:200]) from None
 
     def read_config(self) -> dict[str, Any]:
         return read_yaml(self.config)
