@@ -106,7 +106,7 @@ def describe_files(folder: Path) -> dict[str, str]:
     """Relative name -> `size` of weights, `size sha256` of everything else."""
     result = {}
     for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.name != MANIFEST:
+        if path.is_file() and path.name != MANIFEST and not path.name.startswith("."):
             size = path.stat().st_size
             if path.suffix != ".safetensors":
                 result[str(path.relative_to(folder))] = f"{size} {hashlib.sha256(path.read_bytes()).hexdigest()}"

@@ -160,7 +160,8 @@ def skip_list(assignments: Mapping[str, Assignment], shapes: Mapping[str, tuple[
     kept = {"lm_head"}
     for module, decision in assignments.items():
         shape = (shapes or {}).get(f"{module}.weight", () if shapes else (1, 1))
-        if decision.rule is None and decision.role in ROLES_OF_LINEARS and len(shape) == 2:
+        is_matrix = len(shape) == 2 or decision.role == "expert"
+        if decision.rule is None and decision.role in ROLES_OF_LINEARS and is_matrix:
             kept.add(module)
     return sorted(spelling for module in kept for spelling in spellings(module))
 

@@ -27,19 +27,35 @@ Entries = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 def plan_shards(entries: Entries, max_shard_size: int = DEFAULT_SHARD) -> dict[str, list[str]]:
-    """File name -> tensors, filled in the given order up to max_shard_size bytes; a larger tensor gets its own file."""
+    """File name -> tensors, filled in the given order up to max_shard_size bytes; a larger module gets its own file.
+
+    Neighbours of one module (weight, scale, bias) stay in one file.
+    """
     shards: list[list[str]] = [[]]
     used = 0
-    for name, (dtype, shape) in entries.items():
-        size = prod(shape) * dtype.itemsize
+    for names in _modules(entries):
+        size = sum(prod(shape) * dtype.itemsize for dtype, shape in map(entries.__getitem__, names))
         if shards[-1] and used + size > max_shard_size:
             shards.append([])
             used = 0
-        shards[-1].append(name)
+        shards[-1] += names
         used += size
     if len(shards) == 1:
         return {"model.safetensors": shards[0]}
     return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": names for i, names in enumerate(shards, 1)}
+
+
+def _modules(entries: Entries) -> list[list[str]]:
+    groups: list[list[str]] = []
+    last = None
+    for name in entries:
+        module = name.rpartition(".")[0] or name
+        if module == last:
+            groups[-1].append(name)
+        else:
+            groups.append([name])
+        last = module
+    return groups
 
 
 class ShardWriter:
@@ -74,10 +90,19 @@ class ShardWriter:
         """Bytes of all tensors, without headers."""
         return sum(map(self._nbytes, self.entries))
 
+    def size_of(self, file: str) -> int:
+        """Bytes of a shard on disk, header included."""
+        return self._sizes[file]
+
+    @property
+    def missing_size(self) -> int:
+        """Bytes that the shards still to be written will take."""
+        return sum(size for file, size in self._sizes.items() if not self.done(file))
+
     def done(self, file: str) -> bool:
         """True for a shard that is complete on disk."""
         path = self.folder / file
-        return path.is_file() and path.stat().st_size == self._sizes[file]
+        return path.is_file() and path.stat().st_size == self.size_of(file)
 
     def open_shard(self, file: str) -> int:
         """Create the shard with its header and its full size reserved: a full disk shows here. Returns the handle."""

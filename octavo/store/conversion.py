@@ -1,0 +1,220 @@
+"""Checkpoint in, FP8 checkpoint out, streaming: peak memory is a few slices, whatever the size of the model.
+
+quantize, export and requantize all end here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import octavo
+from octavo.base.errors import ConfigError
+from octavo.base.log import Advance
+from octavo.base.report import atomic_write
+from octavo.formats.granularity import PerTensor
+from octavo.formats.recipe import Recipe
+from octavo.store import schema
+from octavo.store.folder import OutputFolder, check_apart, check_output, check_space, copy_side_files
+from octavo.store.manifest import MANIFEST, Manifest, fingerprint, plain_recipe
+from octavo.store.pieces import Piece
+from octavo.store.plan import Outcome, Plan, make_plan
+from octavo.store.runner import Task, default_workers, run_tasks, worker_pool, write_shards
+from octavo.store.scales import Scales
+from octavo.store.slices import (
+    Edit,
+    Observe,
+    Quantize,
+    SliceWork,
+    quantize_llmcompressor,
+    quantize_reference,
+    row_ranges,
+)
+from octavo.store.tensors import Checkpoint
+from octavo.store.writer import DEFAULT_SHARD, ShardWriter
+
+COMPAT = ("llmcompressor",)
+
+
+@dataclass(frozen=True)
+class ConversionSummary:
+    """bytes_in, bytes_out: of tensors. seconds: wall clock. outcomes: one per module that matters.
+
+    resumed: shards that an earlier, killed run had finished. left_out: side files too large to copy.
+    """
+
+    out: Path
+    bytes_in: int
+    bytes_out: int
+    seconds: float
+    outcomes: list[Outcome]
+    files: list[str]
+    resumed: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    quantization_config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def quantized(self) -> list[str]:
+        """Modules that became FP8."""
+        return [outcome.module for outcome in self.outcomes if outcome.rule]
+
+
+def convert_checkpoint(
+    source: Checkpoint,
+    out: Path,
+    recipe: Recipe,
+    *,
+    layout: str = "ct",
+    quantize: Quantize = quantize_reference,
+    edit: Edit | None = None,
+    edit_id: str | None = None,
+    observe: Observe | None = None,
+    scales: Scales | None = None,
+    dequantize: bool = False,
+    compat: str | None = None,
+    max_shard_size: int = DEFAULT_SHARD,
+    made_by: str = "octavo.store.convert_checkpoint",
+    advance: Advance = lambda amount: None,
+    workers: int | None = None,
+) -> ConversionSummary:
+    """Write `source`, quantized by `recipe`, to the new folder `out`; side files and config.json included.
+
+    quantize(x, rule, scale) -> ScaledTensor: the arithmetic, on slices [rows, K] that are cut at block borders.
+    edit(name, tensor) -> tensor: changes a weight before it is quantized (a merge); called with whole tensors, returns
+    the same object where it changes nothing. edit_id: names the edit; without it a killed run never resumes.
+    observe(module, first row, slice before, slice after): sees every quantized slice, one at a time.
+    scales: for static activations. dequantize: take FP8 input, too. compat: `llmcompressor`, for comparisons.
+    advance: called with bytes of the source that are done, out of `source.nbytes`.
+
+    All or nothing, also under kill -9; an identical call resumes. InputError and its kind say what is wrong.
+    """
+    started = time.perf_counter()
+    check_paths(source.folder, out)
+    quantize, scale_dtype = (quantize, torch.float32) if compat is None else (_compat(compat), torch.bfloat16)
+    plan = make_plan(source, recipe, layout, dequantize=dequantize, scales=scales, scale_dtype=scale_dtype)
+    source_print = fingerprint(source)
+    once = edit is not None and edit_id is None
+    job = None if once else _job(source_print, plan, recipe, (edit_id, compat, max_shard_size))
+    with OutputFolder(out, job) as folder:
+        writer = ShardWriter(folder.path, plan.entries, max_shard_size=max_shard_size)
+        check_space(folder.path, writer.missing_size)
+        work = SliceWork(source, plan, writer, quantize, own_scales=compat is not None, observe=observe)
+        resumed = _run(work, edit, workers or default_workers(), advance)
+        writer.finish()
+        quantization = schema.to_quantization_config(plan.assignments, recipe, layout, shapes=_shapes(plan))
+        options = {"layout": layout, "compat": compat, "edited": edit is not None}
+        left_out = finish_folder(folder, source, quantization, made_by, recipe, source_print, options)
+    return ConversionSummary(
+        out,
+        bytes_in=source.nbytes,
+        bytes_out=writer.total_size,
+        seconds=time.perf_counter() - started,
+        outcomes=plan.outcomes,
+        files=list(writer.shards),
+        resumed=resumed,
+        left_out=left_out,
+        quantization_config=quantization,
+    )
+
+
+def check_paths(source: Path, out: Path) -> None:
+    """InputError if `out` is taken, or is not apart from the model."""
+    check_apart(source, out)
+    check_output(out, OutputFolder(out, None).path)
+
+
+def finish_folder(
+    folder: OutputFolder,
+    source: Checkpoint,
+    quantization: dict[str, Any],
+    made_by: str,
+    recipe: Recipe,
+    source_print: str,
+    options: dict[str, Any],
+) -> list[str]:
+    """Side files, config.json and manifest, and then the name. Returns the files that were too large to copy."""
+    _, left_out = copy_side_files(source.folder, folder.path)
+    write_config(source.config, folder.path, quantization)
+    manifest = Manifest.collect(made_by, recipe=recipe, folder=folder.path, source=source_print, options=options)
+    manifest.write(folder.path / MANIFEST)
+    folder.commit()
+    return left_out
+
+
+def write_config(config: dict[str, Any], folder: Path, quantization: dict[str, Any] | None) -> None:
+    """config.json with this quantization_config (None: without one), in place of what it had before."""
+    kept = {k: v for k, v in config.items() if k not in ("quantization_config", "compression_config")}
+    if quantization is not None:
+        kept["quantization_config"] = quantization
+    atomic_write(folder / "config.json", json.dumps(kept, indent=2, ensure_ascii=False).encode() + b"\n")
+
+
+def _run(work: SliceWork, edit: Edit | None, workers: int, advance: Advance) -> list[str]:
+    """Both passes: amax of what has one scale per tensor, then everything into its shard."""
+    pieces = work.plan.pieces
+    undone = {file for file in work.writer.shards if not work.writer.done(file)}
+    needed = {
+        work.plan.amax_group[piece.module]
+        for piece in pieces
+        if piece.module in work.plan.amax_group and work.writer.shard_of[piece.name] in undone
+    }
+    shared = [piece for piece in pieces if work.plan.amax_group.get(piece.module) in needed and _is_shared(work, piece)]
+    if shared:
+        with worker_pool(workers) as pool:
+            for _ in run_tasks(pool, _tasks(work, shared, edit, work.measure), workers):
+                pass
+    by_file: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        by_file.setdefault(work.writer.shard_of[piece.name], []).append(piece)
+    return write_shards(work.writer, lambda file: _tasks(work, by_file[file], edit, work.convert), workers, advance)
+
+
+def _is_shared(work: SliceWork, piece: Piece) -> bool:
+    found = work.plan.rule_of(piece)
+    return found is not None and found.rule is not None and isinstance(found.rule.granularity, PerTensor)
+
+
+def _tasks(work: SliceWork, pieces: Iterable[Piece], edit: Edit | None, run: Callable[..., int]) -> Iterator[Task]:
+    for piece in pieces:
+        edited = None
+        if edit is not None and piece.dtype.is_floating_point:
+            whole = work.read(piece, 0, piece.shape[0] if piece.shape else 1, None)
+            edited = edit(piece.name, whole)
+            if edited is whole:
+                edited = None
+            elif tuple(edited.shape) != piece.shape:
+                got = f"{list(edited.shape)} back for {piece.name}"
+                raise ConfigError("edit of a conversion", got=got, need=str(list(piece.shape)))
+        found = work.plan.rule_of(piece)
+        granularity = found.rule.granularity if found and found.rule else None
+        for start, stop in row_ranges(piece, granularity):
+            yield partial(run, piece, start, stop, edited)
+
+
+def _shapes(plan: Plan) -> dict[str, tuple[int, ...]]:
+    """Tensor name -> shape of the output, and of experts that stay stacked: skip lists name them one by one."""
+    experts = {f"{outcome.module}.weight": outcome.shape for outcome in plan.outcomes if ".experts." in outcome.module}
+    return {piece.name: piece.shape for piece in plan.pieces} | experts
+
+
+def _compat(name: str) -> Quantize:
+    if name not in COMPAT:
+        raise ConfigError(f"compat '{name}' is unknown", fix=f"Known: {', '.join(COMPAT)}.")
+    return quantize_llmcompressor
+
+
+def _job(source: str, plan: Plan, recipe: Recipe, options: tuple[object, ...]) -> str:
+    """Everything that decides the bytes of a shard."""
+    entries = [(name, str(dtype), shape) for name, (dtype, shape) in plan.entries.items()]
+    rules = [(module, str(a.rule)) for module, a in plan.assignments.items() if a.rule]
+    versions = (octavo.__version__, torch.__version__)
+    facts = (source, plan.layout, plain_recipe(recipe), options, versions, entries, rules, plan.input_scales)
+    return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
