@@ -93,9 +93,7 @@ def window_nll(logits: torch.Tensor, tokens: torch.Tensor, who: str = "the model
         stop = min(start + ROWS, len(tokens) - 1)
         logp = torch.log_softmax(logits[start:stop].float(), -1)
         total -= float(logp.gather(1, tokens[start + 1 : stop + 1, None]).double().sum())
-    if not math.isfinite(total):
-        raise CheckpointError(f"the logits of {who}", got="NaN or Inf", fix="octavo verify looks for the tensor.")
-    return total / (len(tokens) - 1)
+    return _mean_nll(total, tokens, who)
 
 
 class PairedScore:
@@ -112,14 +110,20 @@ class PairedScore:
         if reference.shape != candidate.shape:
             got = f"logits {list(reference.shape)} and {list(candidate.shape)}"
             raise MismatchError("the two models do not share a vocabulary", got=got, need="equal shapes")
-        self.reference_nll.append(window_nll(reference, tokens, "the reference"))
-        self.candidate_nll.append(window_nll(candidate, tokens, "the candidate"))
-        parts = [
-            kl_divergence(reference[start : start + ROWS], candidate[start : start + ROWS])
-            for start in range(0, len(tokens), ROWS)
-        ]
-        self.kl.append(torch.cat(parts).cpu())
-        self.same.append((reference.argmax(-1) == candidate.argmax(-1)).cpu())
+        for logits, who in ((reference, "the reference"), (candidate, "the candidate")):
+            _check(logits, tokens, who)
+        kl, same, nll = [], [], torch.zeros(2, dtype=torch.float64)
+        for start in range(0, len(tokens), ROWS):
+            rows, following = slice(start, start + ROWS), tokens[start + 1 : start + ROWS + 1, None]
+            logp, logq = (torch.log_softmax(logits[rows].float(), -1) for logits in (reference, candidate))
+            kl.append(_kl(logp, logq).cpu())
+            same.append((logp.argmax(-1) == logq.argmax(-1)).cpu())
+            for i, x in enumerate((logp, logq)):
+                nll[i] -= x[: len(following)].gather(1, following).double().sum().cpu()
+        self.reference_nll.append(_mean_nll(float(nll[0]), tokens, "the reference"))
+        self.candidate_nll.append(_mean_nll(float(nll[1]), tokens, "the candidate"))
+        self.kl.append(torch.cat(kl))
+        self.same.append(torch.cat(same))
 
     def result(self) -> Divergence:
         """DataError if no window was added."""
@@ -140,9 +144,18 @@ class PairedScore:
 
 def kl_divergence(reference: torch.Tensor, candidate: torch.Tensor) -> torch.Tensor:
     """KL(reference || candidate) of each row, nats, float32 [T]; logits [T, V]. A zero probability adds nothing."""
-    logp, logq = torch.log_softmax(reference.float(), -1), torch.log_softmax(candidate.float(), -1)
+    return _kl(torch.log_softmax(reference.float(), -1), torch.log_softmax(candidate.float(), -1))
+
+
+def _kl(logp: torch.Tensor, logq: torch.Tensor) -> torch.Tensor:
     p = logp.exp()
-    return torch.where(p > 0, p * (logp - logq), torch.zeros_like(p)).sum(-1)
+    return torch.where(p > 0, p * (logp - logq), 0.0).sum(-1)
+
+
+def _mean_nll(total: float, tokens: torch.Tensor, who: str) -> float:
+    if not math.isfinite(total):
+        raise CheckpointError(f"the logits of {who}", got="NaN or Inf", fix="octavo verify looks for the tensor.")
+    return total / (len(tokens) - 1)
 
 
 def _check(logits: torch.Tensor, tokens: torch.Tensor, who: str) -> None:
@@ -152,3 +165,5 @@ def _check(logits: torch.Tensor, tokens: torch.Tensor, who: str) -> None:
     if int(tokens.max()) >= logits.shape[1]:
         got = f"token {int(tokens.max())}, {logits.shape[1]} logits"
         raise MismatchError(f"{who}: the tokenizer knows more tokens than the model", got=got)
+    if bool(logits[-1].isnan().any()):  # the row that predicts nothing: the nll would not show it
+        raise CheckpointError(f"the logits of {who}", got="NaN", fix="octavo verify looks for the tensor.")

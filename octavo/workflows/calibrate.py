@@ -24,6 +24,7 @@ from octavo.formats.scale import scale_of
 from octavo.formats.spec import E4M3
 from octavo.integrations import measuring
 from octavo.integrations.data import TextData, load_data, token_samples, token_windows
+from octavo.modules.experts import FrozenFloat8Experts
 from octavo.modules.observers import PERCENTILES, CacheObserver, InputObserver, InputStats
 from octavo.modules.sensitivity import float_weight, output_error, weight_errors
 from octavo.store.manifest import fingerprint
@@ -149,6 +150,8 @@ def observe(model: nn.Module, samples: list[torch.Tensor]) -> tuple[InputObserve
     watched = [name for name, decision in Recipe().assign(shapes).items() if decision.rule is not None]
     if not watched:
         raise DataError("this model has no linear to calibrate", got=type(model).__name__)
+    if any(isinstance(module, FrozenFloat8Experts) for module in model.modules()):
+        raise ConfigError("a mixture of experts whose experts are FP8", fix="Calibrate the original 16-bit model.")
     measuring.show_experts(model)
     inputs, kv = InputObserver(model, watched, rows_per_sample(shapes, watched, len(samples))), CacheObserver()
     with inputs, progress("Calibrating", len(samples)) as advance:

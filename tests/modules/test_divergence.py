@@ -100,6 +100,10 @@ def test_bad_input():
     good, tokens = torch.zeros(4, 10), torch.arange(4)
     with pytest.raises(CheckpointError, match="logits of the candidate"):
         PairedScore().add(good, torch.full((4, 10), torch.nan), tokens)
+    last = good.clone()
+    last[-1, 3] = torch.nan
+    with pytest.raises(CheckpointError, match="logits of the reference"):
+        PairedScore().add(last, good, tokens)
     with pytest.raises(MismatchError, match="share a vocabulary"):
         PairedScore().add(good, torch.zeros(4, 11), tokens)
     with pytest.raises(MismatchError, match="more tokens than the model"):

@@ -8,8 +8,10 @@ import safetensors.torch
 import torch
 
 from octavo.base.errors import CheckpointError, ConfigError, DataError, MismatchError
+from octavo.formats.recipe import Recipe
 from octavo.formats.reference import dequantize_ref, quantize_ref
 from octavo.formats.spec import E4M3
+from octavo.integrations.transformers import load
 from octavo.modules.sensitivity import SCHEMES
 from octavo.store.scales import Scales
 from octavo.store.tensors import Checkpoint
@@ -132,6 +134,25 @@ def test_moe_weights_are_those_of_the_file(tiny_moe, data, tmp_path):
         q = dequantize_ref(quantize_ref(weight, E4M3, SCHEMES["channel"].granularity))
         noise = float((q - weight).square().sum() / weight.square().sum())
         assert 10 ** (-scales.modules[name].weight_sqnr_db["channel"] / 10) == pytest.approx(noise, rel=1e-3)
+
+
+def as_fp8(source, folder):
+    load(source, Recipe.named("channel", activation="token")).save_pretrained(folder)
+    for file in source.glob("token*"):
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+def test_fp8_folder_keeps_its_codes(tiny_llama, data, tmp_path):
+    report, scales = run(as_fp8(tiny_llama, tmp_path / "fp8"), data, tmp_path / "scales.json")
+    assert report.modules == 14 and report.kv_layers == 2
+    assert all(entry.weight_sqnr_db["channel"] is None for entry in scales.modules.values())  # exact: no error left
+    assert all(entry.weight_sqnr_db["po2"] > 25 for entry in scales.modules.values())
+
+
+def test_fp8_experts_are_refused(tiny_moe, data, tmp_path):
+    with pytest.raises(ConfigError, match="original 16-bit model"):
+        run(as_fp8(tiny_moe, tmp_path / "fp8"), data, tmp_path / "scales.json")
 
 
 def test_conversations_are_samples_of_their_own(tiny_llama, tmp_path):

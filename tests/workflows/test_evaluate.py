@@ -1,7 +1,6 @@
 """eval against Transformers' own loss, for every kind of model it accepts, and what it says of small differences."""
 
 import json
-import math
 import shutil
 
 import pytest
@@ -64,8 +63,8 @@ def test_quantized_while_loading(tiny_llama, data, tmp_path):
     assert json.loads(out.read_text())["kl"] == report.kl
 
 
-def test_activation_modes_order(tiny_llama, data, tmp_path):
-    """Rounding activations too costs more; every mode gives its own figure."""
+def test_activation_modes(tiny_llama, tiny_llama_128, data, tmp_path):
+    """Rounding activations too costs more; every mode gives its own figure; static scales serve their model only."""
     calibrate(CalibrateConfig(model=str(tiny_llama), data=data, out=tmp_path / "scales.json", samples=4, context=64))
     kl = {
         mode: run(
@@ -80,6 +79,8 @@ def test_activation_modes_order(tiny_llama, data, tmp_path):
     }
     assert len(set(kl.values())) >= 3  # a hidden size of 64 is a single group
     assert kl["none"] < min(kl["token"], kl["group128"], kl["static"])
+    with pytest.raises(MismatchError, match="belongs to another model"):
+        run(tiny_llama_128, data, scheme="channel", activation="static", scales=tmp_path / "scales.json")
 
 
 def test_fp8_folder_is_taken_as_stored(tiny_llama, data, tmp_path):
@@ -175,8 +176,14 @@ def test_bad_input(tiny_llama, data, tmp_path):
 
 
 @pytest.mark.slow
-def test_figures_of_the_demo_model(demo_model):
-    """2,048 tokens; the bounds are three standard errors about the figures of the 12,288-token run."""
+def test_plain_rounding_of_the_demo_model(demo_model):
+    """The 12,288-token figures, here over 4 of the 24 windows.
+
+    benchmarks/quality.py: KL 0.01759 with a standard deviation of 0.0023 between windows, 4 standard errors of 4
+    windows are 0.0046; same first token 0.9296, 0.016 between windows, so 0.033. The perplexity of single windows
+    differs too much to bound.
+    """
     report = run(demo_model, "demo", against=str(demo_model), scheme="channel", tokens=2048, context=512)
-    assert math.isfinite(report.perplexity)
-    assert 0.012 < report.kl < 0.025
+    assert report.kl == pytest.approx(0.0176, abs=0.0046)
+    assert report.top1 == pytest.approx(0.930, abs=0.033)
+    assert 4 * report.kl < report.kl_p99 < 6 * report.kl
