@@ -102,7 +102,8 @@ def calibrate(config: CalibrateConfig) -> CalibrateReport:
     samples = split_samples(opened.tokenizer, data, config)
     inputs, kv = observe(opened.model, samples)
     checkpoint = Checkpoint.open(opened.folder)
-    targets = stored_targets(opened.model, inputs, measuring.stored_names(opened.model, checkpoint))
+    stored = measuring.stored_names(opened.model, checkpoint)
+    targets = stored_targets(opened.model, inputs, stored)
     modules = measure(targets, config)
     unseen = sorted(target.name for target in targets if not target.stats.tokens)
     channels_file = config.out.with_suffix(".channels.safetensors") if config.channels else None
@@ -115,7 +116,7 @@ def calibrate(config: CalibrateConfig) -> CalibrateReport:
         tokens=sum(map(len, samples)),
         modules=modules,
         unseen=unseen,
-        kv=kv_scales(kv, measuring.attention_names(opened.model), checkpoint.text_config.get("kv_lora_rank")),
+        kv=kv_scales(kv, measuring.attention_names(opened.model, stored), checkpoint.text_config.get("kv_lora_rank")),
         channels_file=channels_file.name if channels_file else None,
     )
     scales.write(config.out)
