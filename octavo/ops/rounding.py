@@ -1,0 +1,65 @@
+"""Quantizing a layer's weight with the second moments of its inputs at hand: the callable that conversions take."""
+
+from __future__ import annotations
+
+from threading import Lock
+from typing import Protocol
+
+import torch
+
+from octavo.formats.recipe import Rule
+from octavo.formats.rounding import Curvature, compensated
+from octavo.formats.scaled import ScaledTensor
+from octavo.ops.quantize import quantize
+
+# Values of a slice of rows: the columns are a loop, so that more rows at a time cost less each.
+SLICE = 1 << 26
+
+
+class MomentSource(Protocol):
+    """What keeps second moments by module, such as octavo.store.moments.Moments."""
+
+    def __contains__(self, module: object) -> bool: ...
+
+    def key(self, module: str) -> str: ...
+
+    def get(self, module: str) -> torch.Tensor: ...
+
+
+class Compensator:
+    """quantize(x, rule, scale, module): error-compensated where the rule says so, nearest elsewhere.
+
+    The factorization of one input's moments is kept for the siblings and slices that follow. device: where to solve;
+    default the weight's own. error, error_nearest: sums of e H e^T over everything rounded so far.
+    """
+
+    def __init__(self, moments: MomentSource, device: torch.device | str | None = None) -> None:
+        self.moments, self.device = moments, device
+        self.error = self.error_nearest = 0.0
+        self._lock = Lock()
+        self._last: tuple[str, Curvature] | None = None
+
+    def __call__(self, x: torch.Tensor, rule: Rule, scale: torch.Tensor | None, module: str) -> ScaledTensor:
+        """x [N, K] (any whole number of scale tiles of a weight), scale or None as in `octavo.quantize`."""
+        if rule.rounding == "nearest":
+            return quantize(x, rule, scale=scale)
+        place = torch.device(self.device) if self.device is not None else x.device
+        with self._lock:  # one solve at a time: each uses every core, and factors are large
+            curvature = self._curvature(module, place)
+            if scale is None:
+                scale = quantize(x, _nearest(rule)).scale
+            found = compensated(x.to(place), curvature, scale.to(place), rule.granularity, rule.spec)
+            self.error += float(found.error.double().sum())
+            self.error_nearest += float(found.error_nearest.double().sum())
+        return ScaledTensor(found.codes.to(x.device), scale, rule.spec, rule.granularity)
+
+    def _curvature(self, module: str, place: torch.device) -> Curvature:
+        key = self.moments.key(module)
+        if self._last is None or self._last[0] != key:
+            self._last = None  # before the next one is made: each is three K x K matrices
+            self._last = (key, Curvature.of(self.moments.get(module).to(place)))
+        return self._last[1]
+
+
+def _nearest(rule: Rule) -> Rule:
+    return Rule(rule.spec, rule.granularity, rule.method, rule.scale_format)
