@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from dataclasses import replace
 from threading import Lock
 from typing import Protocol
 
@@ -14,6 +16,7 @@ from octavo.ops.quantize import quantize
 
 # Values of a slice of rows: the columns are a loop, so that more rows at a time cost less each.
 SLICE = 1 << 26
+KEPT = 2  # factorizations, of three K x K matrices each
 
 
 class MomentSource(Protocol):
@@ -37,29 +40,28 @@ class Compensator:
         self.moments, self.device = moments, device
         self.error = self.error_nearest = 0.0
         self._lock = Lock()
-        self._last: tuple[str, Curvature] | None = None
+        self._kept: OrderedDict[str, Curvature] = OrderedDict()
 
     def __call__(self, x: torch.Tensor, rule: Rule, scale: torch.Tensor | None, module: str) -> ScaledTensor:
         """x [N, K] (any whole number of scale tiles of a weight), scale or None as in `octavo.quantize`."""
         if rule.rounding == "nearest":
             return quantize(x, rule, scale=scale)
         place = torch.device(self.device) if self.device is not None else x.device
-        with self._lock:  # one solve at a time: each uses every core, and factors are large
-            curvature = self._curvature(module, place)
-            if scale is None:
-                scale = quantize(x, _nearest(rule)).scale
-            found = compensated(x.to(place), curvature, scale.to(place), rule.granularity, rule.spec)
+        curvature = self._curvature(module, place)
+        if scale is None:
+            scale = quantize(x, replace(rule, rounding="nearest")).scale
+        found = compensated(x.to(place), curvature, scale.to(place), rule.granularity, rule.spec)
+        with self._lock:
             self.error += float(found.error.double().sum())
             self.error_nearest += float(found.error_nearest.double().sum())
         return ScaledTensor(found.codes.to(x.device), scale, rule.spec, rule.granularity)
 
     def _curvature(self, module: str, place: torch.device) -> Curvature:
         key = self.moments.key(module)
-        if self._last is None or self._last[0] != key:
-            self._last = None  # before the next one is made: each is three K x K matrices
-            self._last = (key, Curvature.of(self.moments.get(module).to(place)))
-        return self._last[1]
-
-
-def _nearest(rule: Rule) -> Rule:
-    return Rule(rule.spec, rule.granularity, rule.method, rule.scale_format)
+        with self._lock:
+            while key not in self._kept and len(self._kept) >= KEPT:
+                self._kept.popitem(last=False)
+            if key not in self._kept:
+                self._kept[key] = Curvature.of(self.moments.get(module).to(place))
+            self._kept.move_to_end(key)
+            return self._kept[key]
