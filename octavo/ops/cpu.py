@@ -8,7 +8,7 @@ an order of magnitude faster than torch's float8 -> float32. benchmarks/cpu_ops.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import torch
@@ -86,7 +86,7 @@ def amax(x: torch.Tensor, granularity: Granularity) -> torch.Tensor:
         return granularity.amax(x)
     x = x.contiguous()
     if isinstance(granularity, PerTensor):
-        return torch.stack([_amax(part, PerTensor()) for part in x.view(-1).split(_slice_size())]).amax()
+        return torch.stack([_amax(part, PerTensor()) for part in torch.split(x.view(-1), _slice_size())]).amax()
     out = torch.empty(granularity.scale_shape(tuple(x.shape)))
     for values, grid, _ in _slices(granularity, x, out, x):
         grid.copy_(_amax(values, granularity))
@@ -186,7 +186,12 @@ def _slices(
             yield x[batch, start:stop], grid, out[batch, start:stop]
 
 
-def _by_tile(op, values: torch.Tensor, grid: torch.Tensor, granularity: Granularity) -> torch.Tensor:  # type: ignore[no-untyped-def]
+def _by_tile(
+    op: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    values: torch.Tensor,
+    grid: torch.Tensor,
+    granularity: Granularity,
+) -> torch.Tensor:
     """op (div_ or mul_) between float32 [R, K] and the scale of its tiles, in place."""
     rows, cols = granularity.tile
     if rows > 1:
@@ -196,7 +201,7 @@ def _by_tile(op, values: torch.Tensor, grid: torch.Tensor, granularity: Granular
         return values
     even = values.shape[1] // cols * cols
     if even:
-        op(values[:, :even].unflatten(1, (-1, cols)), grid[:, : even // cols, None])
+        op(torch.unflatten(values[:, :even], 1, (-1, cols)), grid[:, : even // cols, None])
     if even < values.shape[1]:
         op(values[:, even:], grid[:, -1:])
     return values
@@ -222,7 +227,7 @@ def _fold(bits: torch.Tensor, size: int, dim: int) -> torch.Tensor:
     even = bits.shape[dim] // size * size
     parts = []
     if even:
-        parts.append(bits.narrow(dim, 0, even).unflatten(dim, (-1, size)).amax(dim + 1))
+        parts.append(torch.unflatten(bits.narrow(dim, 0, even), dim, (-1, size)).amax(dim + 1))
     if even < bits.shape[dim]:
         parts.append(bits.narrow(dim, even, bits.shape[dim] - even).amax(dim, keepdim=True))
     return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
