@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from octavo.workflows.calibrate import calibrate as calibrate
     from octavo.workflows.evaluate import evaluate as evaluate
     from octavo.workflows.finetune import finetune as finetune
+    from octavo.workflows.verify import verify as verify
 
 _HOME = {
     "load": "octavo.integrations.transformers",
@@ -53,6 +54,7 @@ _HOME = {
     "Float8Linear": "octavo.modules.linear",
     "convert": "octavo.modules.convert",
     "calibrate": "octavo.workflows.calibrate",
+    "verify": "octavo.workflows.verify",
     "evaluate": "octavo.workflows.evaluate",
     "finetune": "octavo.workflows.finetune",
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 
 
@@ -52,8 +51,3 @@ def size(count: int) -> str:
             return f"{amount:.3g} {unit}"
         amount /= 1000
     return f"{amount:.3g} TB"
-
-
-def layers_folded(module: str) -> str:
-    """`model.layers.7.mlp.up_proj` -> `model.layers.*.mlp.up_proj`: what all layers share is said once."""
-    return re.sub(r"\.\d+(?=\.|$)", ".*", module)

@@ -254,7 +254,7 @@ def _compare_index(weight_map: dict[str, Any], tensors: dict[str, TensorInfo], p
         if name in tensors and tensors[name].file != file and isinstance(file, str):
             text = f"the index says {file}, the tensor is in {tensors[name].file}"
             problems.append(Problem("index-mismatch", INDEX, name, text, fix))
-        elif name not in tensors and file not in bad_files and INDEX not in bad_files:
+        elif name not in tensors and str(file) not in bad_files and INDEX not in bad_files:
             problems.append(Problem("index-mismatch", str(file), name, "the index lists it, the shard lacks it", fix))
     for name, info in tensors.items():
         if name not in weight_map:
