@@ -54,9 +54,9 @@ _HOME = {
     "Float8Linear": "octavo.modules.linear",
     "convert": "octavo.modules.convert",
     "calibrate": "octavo.workflows.calibrate",
-    "verify": "octavo.workflows.verify",
     "evaluate": "octavo.workflows.evaluate",
     "finetune": "octavo.workflows.finetune",
+    "verify": "octavo.workflows.verify",
 }
 
 __all__ = [*_HOME]

@@ -17,9 +17,13 @@ import typer
 from octavo import __version__
 from octavo.base.env import env
 from octavo.base.errors import ConfigError, did_you_mean
+from octavo.cli.calibrate import calibrate
 from octavo.cli.common import Result
 from octavo.cli.doctor import doctor
 from octavo.cli.errors import BROKEN_PIPE, INTERRUPTED, explained, show_error, show_traceback
+from octavo.cli.eval import evaluate
+from octavo.cli.finetune import finetune
+from octavo.cli.quantize import quantize
 from octavo.cli.serve import serve
 
 app = typer.Typer(
@@ -49,6 +53,10 @@ def _octavo(
 
 
 app.command()(doctor)
+app.command()(calibrate)
+app.command()(quantize)
+app.command()(finetune)
+app.command("eval")(evaluate)
 app.command()(serve)
 
 
@@ -71,6 +79,8 @@ def run(argv: Sequence[str]) -> int:
 
 def _run(argv: list[str], as_json: bool) -> int:
     start_logging()
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # bars of the libraries below; read when tqdm is imported
     with redirect_stdout(sys.stderr) if as_json else nullcontext():
         outcome = app(args=argv, prog_name="octavo", standalone_mode=False)
     if outcome == INTERRUPTED:  # Typer's answer to Ctrl-C

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 
@@ -51,3 +52,8 @@ def size(count: int) -> str:
             return f"{amount:.3g} {unit}"
         amount /= 1000
     return f"{amount:.3g} TB"
+
+
+def layers_folded(module: str) -> str:
+    """`model.layers.7.mlp.up_proj` -> `model.layers.*.mlp.up_proj`: what all layers share is said once."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", module)

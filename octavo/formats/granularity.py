@@ -42,7 +42,7 @@ class Granularity:
                 f"scale of a {list(shape)} tensor, {self}", got=str(list(scale.shape)), need=str(list(want))
             )
         rows, cols = self.tile
-        if rows > 1:
+        if rows > 1 and len(shape) > 1:
             scale = scale.repeat_interleave(rows, -2)[..., : shape[-2], :]
         if cols > 1:
             scale = scale.repeat_interleave(cols, -1)[..., : shape[-1]]

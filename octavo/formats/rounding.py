@@ -24,16 +24,53 @@ MOST_DAMPING = 1.0e3
 
 
 @dataclass(frozen=True)
-class Rounded:
-    """codes: uint8 [N, K]. error, error_nearest: tr(E H E^T) per row, [N], for these codes and for nearest rounding.
+class Curvature:
+    """What a layer's inputs say about its weights, factorized once for all rows. Everything is in `order`.
 
-    damping: what the factorization finally needed, as a share of the mean diagonal.
+    order: int64 [K], columns by falling diagonal of H. moments: H, float32 [K, K], zero for dead inputs.
+    inverse: upper U with U^T U = (H + damping * mean diagonal)^-1. live: bool [K], False for inputs that were always
+    zero. damping: what the factorization needed, as a share of the mean diagonal.
     """
+
+    order: torch.Tensor
+    moments: torch.Tensor
+    inverse: torch.Tensor
+    live: torch.Tensor
+    damping: float
+
+    @classmethod
+    def of(cls, moments: torch.Tensor, damping: float = DAMPING) -> Curvature:
+        """moments [K, K] = sum of w x x^T over tokens x with weights w, any positive factor. DataError if not finite.
+
+        Damping grows tenfold until the factorization succeeds.
+        """
+        if moments.dim() != 2 or moments.shape[0] != moments.shape[1]:
+            raise ShapeError("second moments", got=str(list(moments.shape)), need="a square matrix")
+        if not bool(torch.isfinite(moments).all()):
+            raise DataError("second moments hold NaN or Inf", fix="Look for NaN in the calibration activations.")
+        h = moments.float()
+        order = torch.argsort(h.diagonal(), descending=True, stable=True)
+        h = h[order][:, order]
+        live = h.diagonal() > 0
+        h = h * (live[:, None] & live)
+        mean = h.diagonal()[live].mean() if bool(live.any()) else h.new_ones(())
+        while damping <= MOST_DAMPING:
+            factor, info = torch.linalg.cholesky_ex(h + torch.diag(torch.where(live, damping * mean, mean)))
+            if int(info) == 0:
+                upper, info = torch.linalg.cholesky_ex(torch.cholesky_inverse(factor), upper=True)
+                if int(info) == 0 and bool(torch.isfinite(upper).all()):
+                    return cls(order, h, upper, live, damping)
+            damping *= 10
+        raise DataError("second moments cannot be factorized", fix="Calibrate on more, and more varied, text.")
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """codes: uint8 [N, K]. error, error_nearest: e H e^T per row, [N], for these codes and for nearest rounding."""
 
     codes: torch.Tensor
     error: torch.Tensor
     error_nearest: torch.Tensor
-    damping: float
 
 
 def nearest(y: torch.Tensor, spec: FloatSpec) -> torch.Tensor:
@@ -49,65 +86,40 @@ def nearest(y: torch.Tensor, spec: FloatSpec) -> torch.Tensor:
 
 def compensated(
     weight: torch.Tensor,
-    moments: torch.Tensor,
+    curvature: Curvature,
     scale: torch.Tensor,
     granularity: Granularity,
     spec: FloatSpec,
     *,
-    damping: float = DAMPING,
-    sweeps: int = 2,
+    sweeps: int = 1,
 ) -> Rounded:
-    """weight [N, K], moments [K, K] = sum of x x^T over tokens x, scale [granularity.scale_shape((N, K))] -> Rounded.
+    """weight [N, K] of any float dtype, scale [granularity.scale_shape((N, K))] -> codes. Rows do not depend on others.
 
     Inputs that were always zero are rounded to nearest: nothing depends on them. A row keeps nearest rounding where
     that has the lower error, so no row is ever worse. Deterministic for one device and thread count.
-
-    Raises DataError if moments are not finite, ShapeError if they are not [K, K].
     """
     n, k = weight.shape
-    if tuple(moments.shape) != (k, k):
-        raise ShapeError("second moments", got=str(list(moments.shape)), need=f"[{k}, {k}]")
-    if not bool(torch.isfinite(moments).all()):
-        raise DataError("second moments hold NaN or Inf", fix="Look for NaN in the calibration activations.")
-    wide = granularity.expand(scale, (n, k)).expand(n, k)
-    target = weight.float() / wide
+    if len(curvature.order) != k:
+        raise ShapeError("second moments", got=str([len(curvature.order)] * 2), need=f"[{k}, {k}]")
+    order, h = curvature.order, curvature.moments
+    s = granularity.expand(scale, (n, k)).expand(n, k)[:, order].contiguous()
+    w = weight.float()[:, order]
+    target = w / s
     plain = nearest(target, spec)
-    h = moments.float().clone()
-    dead = h.diagonal() <= 0
-    if bool(dead.all()) or n == 0:
-        zero = torch.zeros(n, device=weight.device)
-        return Rounded(encode(plain, spec), zero, zero, 0.0)
-    h[dead, :] = h[:, dead] = 0.0
+    special = ~torch.isfinite(w)
+    w = w.masked_fill(special, 0.0)
+    y = _compensate(w, s, curvature.inverse, spec)
+    y = _descend(w, s, y, h, spec, sweeps)
+    y = torch.where(curvature.live & ~special, y, plain)
 
-    order = torch.argsort(h.diagonal(), descending=True, stable=True)
-    h_ordered = h[order][:, order]
-    inverse, used = _inverse_factor(h_ordered, dead[order], damping)
-    w_ordered, s_ordered = weight.float()[:, order], wide[:, order]
-    chosen = _compensate(w_ordered, s_ordered, inverse, spec)
-    chosen = _descend(w_ordered, s_ordered, chosen, h_ordered, spec, sweeps)
-    codes_y = torch.empty_like(target)
-    codes_y[:, order] = chosen
-    codes_y[:, dead] = plain[:, dead]
-
-    error, error_nearest = _error(target - codes_y, wide, h), _error(target - plain, wide, h)
+    zero = w.new_zeros(())
+    error = _quadratic(torch.where(special, zero, w - y * s), h)
+    error_nearest = _quadratic(torch.where(special, zero, w - plain * s), h)
     worse = error > error_nearest
-    codes_y[worse] = plain[worse]
-    kept = torch.where(worse, error_nearest, error)
-    return Rounded(_keep_special(encode(codes_y, spec), target, spec), kept, error_nearest, used)
-
-
-def _inverse_factor(h: torch.Tensor, dead: torch.Tensor, damping: float) -> tuple[torch.Tensor, float]:
-    """Upper U with U^T U = (h + damping * mean diagonal)^-1; damping grows tenfold until the factorization succeeds."""
-    mean = h.diagonal()[~dead].mean()
-    while damping <= MOST_DAMPING:
-        damped = h + torch.diag(torch.where(dead, mean, damping * mean))
-        factor, info = torch.linalg.cholesky_ex(damped)
-        if int(info) == 0:
-            upper, info = torch.linalg.cholesky_ex(torch.cholesky_inverse(factor), upper=True)
-            if int(info) == 0 and bool(torch.isfinite(upper).all()):
-                return upper, damping
-        damping *= 10
-    raise DataError("second moments cannot be factorized", fix="Calibrate on more, and more varied, text.")
+    y[worse] = plain[worse]
+    codes = torch.empty((n, k), dtype=torch.uint8, device=weight.device)
+    codes[:, order] = torch.where(special, encode(target, spec), encode(y, spec))
+    return Rounded(codes, torch.minimum(error, error_nearest), error_nearest)
 
 
 def _compensate(weight: torch.Tensor, scale: torch.Tensor, inverse: torch.Tensor, spec: FloatSpec) -> torch.Tensor:
@@ -159,13 +171,6 @@ def _descend(
     return y
 
 
-def _error(error: torch.Tensor, scale: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
-    """Per row e H e^T, with e in units of the weights."""
-    e = error * scale
+def _quadratic(e: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+    """Per row e H e^T."""
     return ((e @ h) * e).sum(1).clamp(min=0)
-
-
-def _keep_special(codes: torch.Tensor, target: torch.Tensor, spec: FloatSpec) -> torch.Tensor:
-    """Inf and NaN of the source get the codes that nearest rounding gives them."""
-    special = ~torch.isfinite(target)
-    return torch.where(special, encode(target, spec), codes) if bool(special.any()) else codes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,13 +162,16 @@ def stored_names(model: nn.Module, checkpoint: Checkpoint) -> StoredNames:
     return lambda parameter: list(plan.disk_modules(parameter).values())
 
 
-def attention_names(model: nn.Module) -> dict[int, str]:
-    """Layer -> its attention module, as caches count layers."""
+def attention_names(model: nn.Module, stored: StoredNames) -> dict[int, str]:
+    """Layer, as caches count layers -> its attention module as the checkpoint calls it."""
     found: dict[int, str] = {}
     for name, module in model.named_modules():
         layer = getattr(module, "layer_idx", None)
-        if isinstance(layer, int) and "attn" in name.rpartition(".")[2].lower().replace("attention", "attn"):
-            found.setdefault(layer, name)
+        if not isinstance(layer, int) or layer in found or not re.search(r"att(entio)?n[^.]*$", name):
+            continue
+        parts = [stored(f"{name}.{child}.weight") for child, _ in module.named_children()]
+        plain = [part[0][0] for part in parts if len(part) == 1 and len(part[0]) == 1]
+        found[layer] = plain[0].rpartition(".")[0] if plain else name
     return found
 
 

@@ -235,7 +235,7 @@ class CacheObserver:
 class _ExpertProducts(TorchFunctionMode):
     """Sees the matrix products of a module whose experts are slices of 3-D parameters, and says which expert it was."""
 
-    _LINEAR, _MATMUL = frozenset({"linear"}), frozenset({"matmul", "mm", "__matmul__"})
+    _LINEAR, _MATMUL = frozenset({"linear"}), frozenset({"matmul", "mm", "bmm", "__matmul__"})
 
     def __init__(self, owner: str, stacks: dict[str, nn.Parameter], observer: InputObserver) -> None:
         super().__init__()
@@ -249,19 +249,27 @@ class _ExpertProducts(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind = getattr(func, "__name__", "")
-        if kind in self._LINEAR | self._MATMUL and len(args) > 1 and (found := self._expert(args[1])):
-            expert, leaf = found
-            inner = args[1].stride(0 if kind in self._MATMUL else 1)
-            if inner == self.stacks[leaf].stride(1) != self.stacks[leaf].stride(2):
-                self.observer.transposed.add(f"{self.owner}.{leaf}")
-            self.observer.observe(f"{self.owner}.{expert}.{leaf}", args[0])
+        if kind in self._LINEAR | self._MATMUL and len(args) > 1:
+            self._product(args[0], args[1], -2 if kind in self._MATMUL else -1)
         return func(*args, **(kwargs or {}))
 
-    def _expert(self, weight: torch.Tensor) -> tuple[int, str] | None:
+    def _product(self, x: torch.Tensor, weight: torch.Tensor, inner: int) -> None:
+        """x times an expert's weight [.., ..], or all experts' inputs times the stack. inner: dimension of K in it."""
         for leaf, stack in self.stacks.items():
-            if weight.untyped_storage().data_ptr() == stack.untyped_storage().data_ptr():
-                return (weight.storage_offset() - stack.storage_offset()) // stack.stride(0), leaf
-        return None
+            if weight.untyped_storage().data_ptr() != stack.untyped_storage().data_ptr():
+                continue
+            if weight.stride(inner) == stack.stride(1) != stack.stride(2):
+                self.observer.transposed.add(f"{self.owner}.{leaf}")
+            if weight.ndim == 2:
+                expert = (weight.storage_offset() - stack.storage_offset()) // stack.stride(0)
+                self.observer.observe(f"{self.owner}.{expert}.{leaf}", x)
+                return
+            for expert, rows in enumerate(x):
+                # Models that multiply every expert with every token mask the tokens of others with zeros.
+                given = rows[rows.abs().amax(-1) > 0]
+                if len(given):
+                    self.observer.observe(f"{self.owner}.{expert}.{leaf}", given)
+            return
 
 
 def _not_finite(what: str, nan: bool) -> CheckpointError:

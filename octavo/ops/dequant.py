@@ -12,16 +12,14 @@ import torch
 
 from octavo.formats.granularity import PerRow, PerTensor
 from octavo.formats.recipe import Rule
-from octavo.formats.reference import dequantize_ref
 from octavo.formats.scaled import ScaledTensor
 from octavo.ops import reference
 
 quantize = reference.quantize
-_DECODE_FIRST = (PerTensor, PerRow)
 
 
 def dequantize(q: ScaledTensor, dtype: torch.dtype) -> torch.Tensor:
-    return dequantize_ref(q, dtype)
+    return (q.as_float8().float() * q.granularity.expand(q.scale, tuple(q.shape))).to(dtype)
 
 
 def linear(
@@ -44,7 +42,7 @@ def linear(
 
 
 def linear_dx(grad: torch.Tensor, w: ScaledTensor) -> torch.Tensor:
-    return grad @ dequantize_ref(w, grad.dtype)
+    return grad @ dequantize(w, grad.dtype)
 
 
 def scaled_mm(a: ScaledTensor, b: ScaledTensor, dtype: torch.dtype) -> torch.Tensor:
@@ -60,9 +58,9 @@ def scaled_mm(a: ScaledTensor, b: ScaledTensor, dtype: torch.dtype) -> torch.Ten
 
 def _operand(q: ScaledTensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A matrix of `dtype` and the scale [rows or 1, 1] left to apply to the product, None if it is in the matrix."""
-    if isinstance(q.granularity, _DECODE_FIRST):
+    if isinstance(q.granularity, (PerTensor, PerRow)):
         return q.as_float8().to(dtype), q.scale.reshape(1, 1) if isinstance(q.granularity, PerTensor) else q.scale
-    return dequantize_ref(q, dtype), None
+    return dequantize(q, dtype), None
 
 
 def _matmul(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

@@ -130,7 +130,7 @@ def linear(
 ) -> torch.Tensor:
     """x [..., K] times codes [N, K] -> [..., N] in the dtype of x, x quantized first as `activation` says."""
     w = ScaledTensor(codes, scale, SPECS[spec], from_tile(rows, cols))
-    x2 = x.reshape(-1, x.shape[-1])
+    x2 = _rows(x)
     with _no_autocast(x):
         found = _linear_kernels("linear", x2, w, activation, backend)
         y = found.linear(x2, w, bias, activation, input_scale)
@@ -163,7 +163,7 @@ def linear_dx(
 ) -> torch.Tensor:
     """grad [..., N] times codes [N, K] -> [..., K] in the dtype of grad: the gradient of linear with respect to x."""
     w = ScaledTensor(codes, scale, SPECS[spec], from_tile(rows, cols))
-    grad2 = grad.reshape(-1, grad.shape[-1])
+    grad2 = _rows(grad)
     with _no_autocast(grad):
         dx = _linear_kernels("linear_dx", grad2, w, "none", backend).linear_dx(grad2, w)
     return dx.reshape(*grad.shape[:-1], codes.shape[1])
@@ -199,7 +199,7 @@ def _linear_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None,
     dx = linear_dx(grad, codes, scale, spec, rows, cols, backend) if ctx.needs_input_grad[0] else None
     dbias = None
     if ctx.needs_input_grad[3]:
-        dbias = grad.reshape(-1, grad.shape[-1]).sum(0).to(ctx.bias_dtype)
+        dbias = _rows(grad).sum(0).to(ctx.bias_dtype)
     return dx, None, None, dbias, *[None] * 6
 
 
@@ -251,6 +251,11 @@ def _(
     backend: str,
 ) -> torch.Tensor:
     return a.new_empty((*a.shape[:-1], b.shape[0]), dtype=out_dtype)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """[..., K] -> [M, K]; reshape(-1, K) would not know M where K is 0."""
+    return x.flatten(0, -2) if x.dim() > 1 else x[None]
 
 
 def _no_autocast(x: torch.Tensor) -> torch.autocast:

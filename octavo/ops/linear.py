@@ -58,7 +58,7 @@ def apply(
 ) -> torch.Tensor:
     """`linear` on its parts, unchecked: what a module that checked once calls."""
     kind = x.device.type
-    if torch.is_autocast_enabled(kind) and x.dtype in (torch.float16, torch.bfloat16, torch.float32):
+    if kind != "meta" and torch.is_autocast_enabled(kind) and x.dtype in (torch.float16, torch.bfloat16, torch.float32):
         x = x.to(torch.get_autocast_dtype(kind))
     result: torch.Tensor = library.linear(x, codes, scale, bias, input_scale, spec, *tile, activation, backend)
     return result

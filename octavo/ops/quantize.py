@@ -23,7 +23,7 @@ def quantize(
     """
     rule = check(x, rule or DEFAULT_RULE, scale)
     codes, out_scale = library.quantize(
-        x, scale, rule.spec.name, *rule.granularity.tile, rule.method, rule.scale_format, backend
+        x.detach(), scale, rule.spec.name, *rule.granularity.tile, rule.method, rule.scale_format, backend
     )
     return ScaledTensor(codes, out_scale, rule.spec, rule.granularity)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from octavo.store.plan import Outcome, Plan, make_plan
 from octavo.store.runner import Task, default_workers, run_tasks, worker_pool, write_shards
 from octavo.store.scales import Scales
 from octavo.store.slices import (
+    SLICE,
     Edit,
     Observe,
     Quantize,
@@ -78,6 +79,8 @@ def convert_checkpoint(
     edit_id: str | None = None,
     observe: Observe | None = None,
     scales: Scales | None = None,
+    calibrated: Container[str] | None = None,
+    slice_values: int = SLICE,
     dequantize: bool = False,
     compat: str | None = None,
     max_shard_size: int = DEFAULT_SHARD,
@@ -87,7 +90,9 @@ def convert_checkpoint(
 ) -> ConversionSummary:
     """Write `source`, quantized by `recipe`, to the new folder `out`; side files and config.json included.
 
-    quantize(x, rule, scale) -> ScaledTensor: the arithmetic, on slices [rows, K] that are cut at block borders.
+    quantize(x, rule, scale, module) -> ScaledTensor: the arithmetic, on slices [rows, K] that are cut at block borders,
+    of about `slice_values`. calibrated: the modules that it can round with compensation; the others are rounded to
+    nearest, and their outcome says so.
     edit(name, tensor) -> tensor: changes a weight before it is quantized (a merge); called with whole tensors, returns
     the same object where it changes nothing. edit_id: names the edit; without it a killed run never resumes.
     observe(module, first row, slice before, slice after): sees every quantized slice, one at a time.
@@ -99,7 +104,9 @@ def convert_checkpoint(
     started = time.perf_counter()
     check_paths(source.folder, out)
     quantize, scale_dtype = (quantize, torch.float32) if compat is None else (_compat(compat), torch.bfloat16)
-    plan = make_plan(source, recipe, layout, dequantize=dequantize, scales=scales, scale_dtype=scale_dtype)
+    plan = make_plan(
+        source, recipe, layout, dequantize=dequantize, scales=scales, calibrated=calibrated, scale_dtype=scale_dtype
+    )
     source_print = fingerprint(source)
     once = edit is not None and edit_id is None
     job = None if once else _job(source_print, plan, recipe, (edit_id, compat, max_shard_size))
@@ -107,7 +114,7 @@ def convert_checkpoint(
         writer = ShardWriter(folder.path, plan.entries, max_shard_size=max_shard_size)
         check_space(folder.path, writer.missing_size)
         work = SliceWork(source, plan, writer, quantize, own_scales=compat is not None, observe=observe)
-        resumed = _run(work, edit, workers or default_workers(), advance)
+        resumed = _run(work, edit, workers or default_workers(), advance, slice_values)
         writer.finish()
         quantization = schema.to_quantization_config(plan.assignments, recipe, layout, shapes=_shapes(plan))
         options = {"layout": layout, "compat": compat, "edited": edit is not None}
@@ -157,7 +164,7 @@ def write_config(config: dict[str, Any], folder: Path, quantization: dict[str, A
     atomic_write(folder / "config.json", json.dumps(kept, indent=2, ensure_ascii=False).encode() + b"\n")
 
 
-def _run(work: SliceWork, edit: Edit | None, workers: int, advance: Advance) -> list[str]:
+def _run(work: SliceWork, edit: Edit | None, workers: int, advance: Advance, values: int) -> list[str]:
     """Both passes: amax of what has one scale per tensor, then everything into its shard."""
     pieces = work.plan.pieces
     undone = {file for file in work.writer.shards if not work.writer.done(file)}
@@ -169,12 +176,13 @@ def _run(work: SliceWork, edit: Edit | None, workers: int, advance: Advance) -> 
     shared = [piece for piece in pieces if work.plan.amax_group.get(piece.module) in needed and _is_shared(work, piece)]
     if shared:
         with worker_pool(workers) as pool:
-            for _ in run_tasks(pool, _tasks(work, shared, edit, work.measure), workers):
+            for _ in run_tasks(pool, _tasks(work, shared, edit, work.measure, values), workers):
                 pass
     by_file: dict[str, list[Piece]] = {}
     for piece in pieces:
         by_file.setdefault(work.writer.shard_of[piece.name], []).append(piece)
-    return write_shards(work.writer, lambda file: _tasks(work, by_file[file], edit, work.convert), workers, advance)
+    convert = work.convert
+    return write_shards(work.writer, lambda file: _tasks(work, by_file[file], edit, convert, values), workers, advance)
 
 
 def _is_shared(work: SliceWork, piece: Piece) -> bool:
@@ -182,7 +190,9 @@ def _is_shared(work: SliceWork, piece: Piece) -> bool:
     return found is not None and found.rule is not None and isinstance(found.rule.granularity, PerTensor)
 
 
-def _tasks(work: SliceWork, pieces: Iterable[Piece], edit: Edit | None, run: Callable[..., int]) -> Iterator[Task]:
+def _tasks(
+    work: SliceWork, pieces: Iterable[Piece], edit: Edit | None, run: Callable[..., int], values: int
+) -> Iterator[Task]:
     for piece in pieces:
         edited = None
         if edit is not None and piece.dtype.is_floating_point:
@@ -195,7 +205,7 @@ def _tasks(work: SliceWork, pieces: Iterable[Piece], edit: Edit | None, run: Cal
                 raise ConfigError("edit of a conversion", got=got, need=str(list(piece.shape)))
         found = work.plan.rule_of(piece)
         granularity = found.rule.granularity if found and found.rule else None
-        for start, stop in row_ranges(piece, granularity):
+        for start, stop in row_ranges(piece, granularity, values):
             yield partial(run, piece, start, stop, edited)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -54,6 +54,7 @@ def make_plan(
     *,
     dequantize: bool = False,
     scales: Scales | None = None,
+    calibrated: Container[str] | None = None,
     scale_dtype: torch.dtype = torch.float32,
 ) -> Plan:
     """Assign a rule to every module of `source` and lay out the output. Reads headers only.
@@ -62,11 +63,11 @@ def make_plan(
     activations without a scale.
     """
     schema.check_layout(layout, recipe)
-    _check_sliceable(recipe)
+    _check_sliceable(recipe, calibrated)
     pieces = find_pieces(source, dequantize=dequantize)
     shapes = {piece.name: piece.shape for piece in pieces}
     decided = recipe.assign(shapes, layout=layout, layers=source.layers, config=source.text_config)
-    decided = _drop_impossible(decided, pieces)
+    decided = _nearest_elsewhere(_drop_impossible(decided, pieces), calibrated)
     pieces = restack(pieces, {m: a.rule is not None for m, a in decided.items()}, source)
     plan = Plan(pieces, decided, {}, layout, _outcomes(decided, shapes))
     plan.amax_group = _shared_scales(decided)
@@ -77,14 +78,26 @@ def make_plan(
     return plan
 
 
-def _check_sliceable(recipe: Recipe) -> None:
+def _check_sliceable(recipe: Recipe, calibrated: Container[str] | None) -> None:
     rules = [recipe.rule, *(rule for _, rule in recipe.overrides if rule)]
     for rule in rules:
-        if rule.rounding != "nearest":
+        if rule.rounding != "nearest" and calibrated is None:
             got = f"rounding '{rule.rounding}', which needs the inputs of every layer"
-            raise ConfigError("conversion without data", got=got, fix="Use --rounding nearest.")
+            raise ConfigError(
+                "conversion without data", got=got, fix="Give calibration data, or use --rounding nearest."
+            )
         if rule.method == "mse" and isinstance(rule.granularity, PerTensor):
             raise ConfigError("scale method 'mse' with one scale per tensor", need="scheme channel or block128")
+
+
+def _nearest_elsewhere(decided: dict[str, Assignment], calibrated: Container[str] | None) -> dict[str, Assignment]:
+    """Compensated rounding needs the inputs of a linear: without them it is rounded to nearest, and says so."""
+    result = dict(decided)
+    for module, found in decided.items():
+        if found.rule is not None and found.rule.rounding != "nearest" and module not in (calibrated or ()):
+            reason = f"{found.reason}; its inputs were not calibrated, so it is rounded to nearest"
+            result[module] = replace(found, rule=replace(found.rule, rounding="nearest"), reason=reason)
+    return result
 
 
 def _drop_impossible(decided: dict[str, Assignment], pieces: list[Piece]) -> dict[str, Assignment]:

@@ -24,17 +24,17 @@ from octavo.store.tensors import Checkpoint
 from octavo.store.writer import ShardWriter
 
 SLICE = 1 << 20  # values
-Quantize = Callable[[torch.Tensor, Rule, torch.Tensor | None], ScaledTensor]
+Quantize = Callable[[torch.Tensor, Rule, torch.Tensor | None, str], ScaledTensor]
 Edit = Callable[[str, torch.Tensor], torch.Tensor]
 Observe = Callable[[str, int, torch.Tensor, ScaledTensor], None]
 
 
-def quantize_reference(x: torch.Tensor, rule: Rule, scale: torch.Tensor | None) -> ScaledTensor:
+def quantize_reference(x: torch.Tensor, rule: Rule, scale: torch.Tensor | None, module: str = "") -> ScaledTensor:
     """The oracle, as a quantizer for convert_checkpoint."""
     return quantize_ref(x, rule.spec, rule.granularity, method=rule.method, scale_format=rule.scale_format, scale=scale)
 
 
-def quantize_llmcompressor(x: torch.Tensor, rule: Rule, scale: torch.Tensor | None) -> ScaledTensor:
+def quantize_llmcompressor(x: torch.Tensor, rule: Rule, scale: torch.Tensor | None, module: str = "") -> ScaledTensor:
     """Bytes of llm-compressor 0.14: scale and quotient in BF16, so rounded twice. For comparisons only.
 
     A zero tile gets BF16's epsilon as its scale, as there.
@@ -49,12 +49,12 @@ def quantize_llmcompressor(x: torch.Tensor, rule: Rule, scale: torch.Tensor | No
     return ScaledTensor(codes, scale.float(), rule.spec, granularity)
 
 
-def row_ranges(piece: Piece, granularity: Granularity | None) -> list[tuple[int, int]]:
-    """Cut the rows of a piece into slices of about SLICE values, at block borders."""
+def row_ranges(piece: Piece, granularity: Granularity | None, values: int = SLICE) -> list[tuple[int, int]]:
+    """Cut the rows of a piece into slices of about `values`, at block borders."""
     if not piece.shape:
         return [(0, 1)]
     rows, width = piece.shape[0], max(1, torch.Size(piece.shape[1:]).numel())
-    step = max(1, SLICE // width)
+    step = max(1, values // width)
     if isinstance(granularity, PerBlock):
         step = max(granularity.rows, step // granularity.rows * granularity.rows)
     return [(start, min(start + step, rows)) for start in range(0, rows, step)] or [(0, 0)]
@@ -121,7 +121,7 @@ class SliceWork:
             amax = self._finite(tile_amax(x, rule.granularity), piece)
             if rule.method == "absmax" and not self._own_scales:
                 scale = scale_of(amax, rule.spec, rule.scale_format)
-        q = self.quantize(x, rule, scale)
+        q = self.quantize(x, rule, scale, piece.module)
         self.writer.put(piece.name, q.as_float8(), start)
         self._put_scale(piece, rule, q, start)
         if self.observe is not None:

@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from octavo.base.errors import ConfigError, DataError
+from octavo.base.errors import CheckpointError, ConfigError
 from octavo.base.log import logger, progress
 from octavo.base.report import Config, Report, atomic_write
 from octavo.formats.architectures import fused_group
@@ -102,7 +102,8 @@ def calibrate(config: CalibrateConfig) -> CalibrateReport:
     samples = split_samples(opened.tokenizer, data, config)
     inputs, kv = observe(opened.model, samples)
     checkpoint = Checkpoint.open(opened.folder)
-    targets = stored_targets(opened.model, inputs, measuring.stored_names(opened.model, checkpoint))
+    stored = measuring.stored_names(opened.model, checkpoint)
+    targets = stored_targets(opened.model, inputs, stored)
     modules = measure(targets, config)
     unseen = sorted(target.name for target in targets if not target.stats.tokens)
     channels_file = config.out.with_suffix(".channels.safetensors") if config.channels else None
@@ -115,7 +116,7 @@ def calibrate(config: CalibrateConfig) -> CalibrateReport:
         tokens=sum(map(len, samples)),
         modules=modules,
         unseen=unseen,
-        kv=kv_scales(kv, measuring.attention_names(opened.model), checkpoint.text_config.get("kv_lora_rank")),
+        kv=kv_scales(kv, measuring.attention_names(opened.model, stored), checkpoint.text_config.get("kv_lora_rank")),
         channels_file=channels_file.name if channels_file else None,
     )
     scales.write(config.out)
@@ -147,9 +148,11 @@ def split_samples(tokenizer: Any, data: TextData, config: CalibrateConfig) -> li
 def observe(model: nn.Module, samples: list[torch.Tensor]) -> tuple[InputObserver, CacheObserver]:
     """Send every sample through the layers of a Transformers model; only one sample's activations exist at a time."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    watched = [name for name, decision in Recipe().assign(shapes).items() if decision.rule is not None]
+    taken = [name for name, decision in Recipe().assign(shapes).items() if decision.rule is not None]
+    linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    watched = [name for name in taken if name in linears or len(shapes.get(name, ())) == 3]
     if not watched:
-        raise DataError("this model has no linear to calibrate", got=type(model).__name__)
+        raise CheckpointError(f"{type(model).__name__} has no linear to calibrate", need="layers of type nn.Linear")
     if any(isinstance(module, FrozenFloat8Experts) for module in model.modules()):
         raise ConfigError("a mixture of experts whose experts are FP8", fix="Calibrate the original 16-bit model.")
     measuring.show_experts(model)

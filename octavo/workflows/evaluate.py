@@ -102,7 +102,7 @@ def evaluate(config: EvaluateConfig) -> EvaluateReport:
     """
     started = time.monotonic()
     device, dtype = config.device, measuring.compute_dtype(config.dtype, config.device)
-    data = load_data(config.data, config.split)
+    data = load_data(config.data, config.split, limit=config.tokens)
     opened = measuring.open_model(
         config.model,
         recipe=recipe_of(config),
@@ -153,7 +153,8 @@ def alone(model: nn.Module, windows: torch.Tensor) -> dict[str, Any]:
     nll = []
     with progress("Evaluating", len(windows)) as advance:
         for window in windows:
-            nll.append(window_nll(measuring.logits(model, window).cpu(), window))
+            logits = measuring.logits(model, window)
+            nll.append(window_nll(logits, window.to(logits.device)))
             advance(1)
     result = Perplexity.of(nll)
     text = f"perplexity {_figure(result.value, result.se, 3)}"

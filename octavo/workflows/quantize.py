@@ -117,7 +117,7 @@ def quantize_checkpoint(config: QuantizeConfig) -> QuantizeReport:
                 config.out,
                 recipe,
                 layout=config.layout,
-                quantize=lambda x, rule, scale: quantize(x, rule, scale=scale),
+                quantize=lambda x, rule, scale, module: quantize(x, rule, scale=scale),
                 scales=scales,
                 dequantize=config.fp8_input == "dequantize",
                 compat=config.compat,

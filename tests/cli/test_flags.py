@@ -12,13 +12,17 @@ from octavo.cli.common import NOT_SETTINGS
 from octavo.cli.main import app
 
 CONFIGS = {
+    "calibrate": "octavo.workflows.calibrate:CalibrateConfig",
     "doctor": "octavo.workflows.doctor:DoctorConfig",
+    "eval": "octavo.workflows.evaluate:EvaluateConfig",
+    "finetune": "octavo.workflows.finetune:FinetuneConfig",
+    "quantize": "octavo.workflows.quantize:QuantizeConfig",
     "serve": "octavo.workflows.serve:ServeConfig",
 }
 COMMANDS = {command.name: command for command in typer.main.get_group(app).commands.values()}
 
 # (command, field) that only a file can set, and why.
-ONLY_IN_FILES: dict[tuple[str, str], str] = {}
+ONLY_IN_FILES = {("quantize", "compat"): "reproduces another tool's bytes, for comparisons in benchmarks"}
 
 
 def config_of(command):

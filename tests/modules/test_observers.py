@@ -143,6 +143,25 @@ def test_stacked_experts_and_one_unseen(transposed):
     assert unseen.amax is None and unseen.percentile(99.0) is None and not unseen.rows
 
 
+def test_all_experts_at_once():
+    """One batched product for all experts, where the tokens that an expert does not get are zeros."""
+
+    class Batched(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Parameter(torch.randn(3, 8, 6))
+
+        def forward(self, x):
+            return torch.bmm(x * torch.tensor([[1.0, 0, 1], [0, 1, 0], [0, 0, 0]])[:, :, None], self.up)
+
+    model, x = nn.Sequential(Batched()), torch.randn(3, 8)
+    with torch.no_grad(), InputObserver(model, ["0.up"]) as inputs:
+        model(x)
+    assert [inputs.stats[f"0.{e}.up"].tokens for e in range(3)] == [2, 1, 0]
+    assert inputs.stats["0.1.up"].amax == x[1].abs().max()
+    assert inputs.transposed == {"0.up"}
+
+
 def test_expert_watch_ends_even_when_the_model_fails():
     model = nn.Sequential(Experts())
     with InputObserver(model, ["0.up"]) as inputs:

@@ -136,6 +136,13 @@ def test_moe_weights_are_those_of_the_file(tiny_moe, data, tmp_path):
         assert 10 ** (-scales.modules[name].weight_sqnr_db["channel"] / 10) == pytest.approx(noise, rel=1e-3)
 
 
+def test_language_part_of_a_multimodal_model_by_stored_names(tiny_vlm, data, tmp_path):
+    _, scales = run(tiny_vlm, data, tmp_path / "scales.json")
+    stored = [n.removesuffix(".weight") for n in Checkpoint.open(tiny_vlm)]
+    assert set(scales.modules) == {n for n in stored if "language_model" in n and n.endswith("_proj")}
+    assert {f"{name}.k_proj" for name in scales.kv} == {n for n in scales.modules if n.endswith("k_proj")}
+
+
 def as_fp8(source, folder):
     load(source, Recipe.named("channel", activation="token")).save_pretrained(folder)
     for file in source.glob("token*"):

@@ -1,0 +1,93 @@
+"""octavo finetune."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from octavo.cli.common import ACTIVATIONS, SCHEMES, AsJson, Device, Result, flags, option
+from octavo.cli.render import number, pairs
+
+if TYPE_CHECKING:
+    from octavo.workflows.finetune import FinetuneReport
+
+RunFile = Annotated[
+    Path | None,
+    typer.Argument(metavar="RUN.yaml", help="Settings, with the names of the flags; flags win.", show_default=False),
+]
+SCHEDULES = "linear|cosine|constant|constant_with_warmup"
+
+
+def finetune(
+    ctx: typer.Context,
+    config: RunFile = None,
+    model: Annotated[str | None, option("A folder, a hub id, or demo.", None, "MODEL")] = None,
+    out: Annotated[Path | None, option("The run folder.", None, "DIR")] = None,
+    data: Annotated[str | None, option("Texts, conversations, or prompts with completions.", None, "DATA")] = None,
+    eval_data: Annotated[str | None, option("For held-out perplexity.", None, "DATA")] = None,
+    mode: Annotated[str | None, option("Over the FP8 base, or over 16 bit first.", "lora", "lora|two-stage")] = None,
+    scheme: Annotated[str | None, option("Of the base.", "channel", SCHEMES)] = None,
+    scale_format: Annotated[str | None, option("Of its scales.", "fp32", "fp32|po2")] = None,
+    skip: Annotated[list[str] | None, option("Stays in 16 bit: a name, a glob, or re:...", None, "PATTERN")] = None,
+    activation: Annotated[str | None, option("Round activations as served.", "none", ACTIVATIONS)] = None,
+    scales: Annotated[Path | None, option("scales.json, for static activations.", None, "FILE")] = None,
+    rank: Annotated[int | None, option("Of LoRA.", 16)] = None,
+    alpha: Annotated[float | None, option("Of LoRA.", 32)] = None,
+    dropout: Annotated[float | None, option("Of LoRA.", 0.0)] = None,
+    target_modules: Annotated[list[str] | None, option("By default all linears.", None, "NAME")] = None,
+    rslora: Annotated[bool | None, option("Rank-stabilised scaling.", False, None, "--rslora/--no-rslora")] = None,
+    dora: Annotated[bool | None, option("Refused, with the reason.", False, None, "--dora/--no-dora")] = None,
+    init: Annotated[str | None, option("default or gaussian.", "default")] = None,
+    learning_rate: Annotated[float | None, option("At its height.", 2e-4)] = None,
+    schedule: Annotated[str | None, option("Of the learning rate.", "cosine", SCHEDULES)] = None,
+    warmup: Annotated[float | None, option("Steps, or a share below 1.", 0.03)] = None,
+    weight_decay: Annotated[float | None, option("Of AdamW.", 0.0)] = None,
+    max_grad_norm: Annotated[float | None, option("Longer gradients are cut.", 1.0)] = None,
+    max_steps: Annotated[int | None, option("Instead of epochs.")] = None,
+    epochs: Annotated[float | None, option("Times through the data.", 1.0)] = None,
+    micro_batch: Annotated[int | None, option("Samples in one pass.", 1)] = None,
+    accumulation: Annotated[int | None, option("Passes in one step.", 8)] = None,
+    context: Annotated[int | None, option("Tokens of a sample.", 1024)] = None,
+    packing: Annotated[
+        bool | None, option("Join texts, cut full samples.", None, None, "--packing/--no-packing")
+    ] = None,
+    gradient_checkpointing: Annotated[
+        bool | None, option("By default on GPUs.", None, None, "--gradient-checkpointing/--no-gradient-checkpointing")
+    ] = None,
+    completion_only: Annotated[
+        bool | None, option("Loss on answers only.", None, None, "--completion-only/--no-completion-only")
+    ] = None,
+    seed: Annotated[int | None, option("Of adapters and order.", 0)] = None,
+    report_to: Annotated[list[str] | None, option("tensorboard, wandb, trackio.", None, "NAME")] = None,
+    resume: Annotated[
+        bool | None, option("Continue from the last snapshot.", False, None, "--resume/--no-resume")
+    ] = None,
+    save_every: Annotated[int | None, option("Steps between snapshots, 0: none.", 50)] = None,
+    keep: Annotated[int | None, option("Snapshots that stay.", 2)] = None,
+    eval_every: Annotated[int | None, option("Steps between evaluations, 0: none.", 0)] = None,
+    eval_tokens: Annotated[int | None, option("Held-out tokens.", 12288)] = None,
+    device: Device = None,
+    json: AsJson = False,
+) -> Result:
+    """LoRA over an FP8 base, or over 16 bit and then quantized: writes a run folder."""
+    from octavo.workflows.finetune import FinetuneConfig
+    from octavo.workflows.finetune import finetune as workflow
+
+    report = workflow(FinetuneConfig.load(config, flags(ctx)))
+    return Result(report, _lines(report))
+
+
+def _lines(report: FinetuneReport) -> list[object]:
+    facts: dict[str, object] = {
+        "run": report.run,
+        "adapter": f"{report.trainable:,} parameters on {report.adapted_layers} linears, {report.fp8_layers} in FP8",
+        "steps": f"{report.steps}, up to {report.tokens_per_step} tokens each, {report.seconds:.0f} s",
+        "loss, first and last step": f"{number(report.first_loss)}, {number(report.last_loss)}",
+        "held-out perplexity before": report.perplexity_before,
+        "after": report.perplexity_after,
+        "quantized": report.perplexity_quantized,
+    }
+    known = {name: value for name, value in facts.items() if value is not None}
+    return [pairs(known), *(f"warning: {text}" for text in report.warnings), f"next: octavo export {report.run} OUT"]

@@ -1,0 +1,67 @@
+"""Quantizing a layer's weight with the second moments of its inputs at hand: the callable that conversions take."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import replace
+from threading import Lock
+from typing import Protocol
+
+import torch
+
+from octavo.formats.recipe import Rule
+from octavo.formats.rounding import Curvature, compensated
+from octavo.formats.scaled import ScaledTensor
+from octavo.ops.quantize import quantize
+
+# Values of a slice of rows: the columns are a loop, so that more rows at a time cost less each.
+SLICE = 1 << 26
+KEPT = 2  # factorizations, of three K x K matrices each
+
+
+class MomentSource(Protocol):
+    """What keeps second moments by module, such as octavo.store.moments.Moments."""
+
+    def __contains__(self, module: object) -> bool: ...
+
+    def key(self, module: str) -> str: ...
+
+    def get(self, module: str) -> torch.Tensor: ...
+
+
+class Compensator:
+    """quantize(x, rule, scale, module): error-compensated where the rule says so, nearest elsewhere.
+
+    The factorization of one input's moments is kept for the siblings and slices that follow. device: where to solve;
+    default the weight's own. error, error_nearest: sums of e H e^T over everything rounded so far.
+    """
+
+    def __init__(self, moments: MomentSource, device: torch.device | str | None = None) -> None:
+        self.moments, self.device = moments, device
+        self.error = self.error_nearest = 0.0
+        self._lock = Lock()
+        self._kept: OrderedDict[str, Curvature] = OrderedDict()
+
+    def __call__(self, x: torch.Tensor, rule: Rule, scale: torch.Tensor | None, module: str) -> ScaledTensor:
+        """x [N, K] (any whole number of scale tiles of a weight), scale or None as in `octavo.quantize`."""
+        if rule.rounding == "nearest":
+            return quantize(x, rule, scale=scale)
+        place = torch.device(self.device) if self.device is not None else x.device
+        curvature = self._curvature(module, place)
+        if scale is None:
+            scale = quantize(x, replace(rule, rounding="nearest")).scale
+        found = compensated(x.to(place), curvature, scale.to(place), rule.granularity, rule.spec)
+        with self._lock:
+            self.error += float(found.error.double().sum())
+            self.error_nearest += float(found.error_nearest.double().sum())
+        return ScaledTensor(found.codes.to(x.device), scale, rule.spec, rule.granularity)
+
+    def _curvature(self, module: str, place: torch.device) -> Curvature:
+        key = self.moments.key(module)
+        with self._lock:
+            while key not in self._kept and len(self._kept) >= KEPT:
+                self._kept.popitem(last=False)
+            if key not in self._kept:
+                self._kept[key] = Curvature.of(self.moments.get(module).to(place))
+            self._kept.move_to_end(key)
+            return self._kept[key]

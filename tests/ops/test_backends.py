@@ -1,0 +1,83 @@
+"""Choosing a kernel is pure: tables for GPUs nobody here has."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import octavo
+from octavo.base.errors import ConfigError, UnsupportedError
+from octavo.ops import backends
+from octavo.ops.backends import BACKENDS, OPS, Backend, Problem, check_table, choose, load_table
+from octavo.testing import fake_caps
+
+GPUS = ["sm75", "sm80", "sm86", "sm89", "sm90", "sm100", "sm103", "sm120", "sm121"]
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("gpu", ["cpu", *GPUS])
+def test_auto_takes_the_first_that_can(gpu, op):
+    caps = fake_caps(gpu)
+    device = "cuda" if caps.is_cuda else "cpu"
+    choice = choose(Problem(op, device, torch.float16), caps)
+    assert choice.backend == ("dequant" if caps.is_cuda else "cpu")
+
+
+def test_turing_has_no_bfloat16():
+    choice = choose(Problem("linear", "cuda", torch.bfloat16), fake_caps("t4"))
+    assert choice.backend == "reference"
+    assert choice.refused == (("dequant", "bfloat16 needs sm80 or later, this is sm75"),)
+    assert "not dequant: bfloat16 needs sm80" in str(choice)
+
+
+def test_a_named_backend_that_cannot_is_an_error_with_every_reason():
+    problem = Problem("linear", "cuda", torch.float64)
+    with pytest.raises(UnsupportedError) as error:
+        choose(problem, fake_caps("h100"), backend="cpu")
+    assert "runs on CPU tensors" in str(error.value) and "computes in float32" in str(error.value)
+    assert "one of: reference" in error.value.fix and error.value.exit_code == 3
+    assert choose(problem, fake_caps("h100"), backend="reference").backend == "reference"
+
+
+def test_auto_without_any_backend_lists_all(monkeypatch):
+    never = {name: Backend(name, lambda p, c, n=name: f"{n} says no", "") for name in BACKENDS}
+    monkeypatch.setattr(backends, "BACKENDS", never)
+    with pytest.raises(UnsupportedError, match="cpu: cpu says no; reference: reference says no"):
+        choose(Problem("linear"), fake_caps("cpu"))
+
+
+def test_the_table_decides_the_order():
+    table = {"version": 1, "rows": [{"op": "linear", "device": "sm90", "order": ["reference"]}]}
+    table["rows"].append({"op": "*", "device": "*", "order": ["dequant", "reference"]})
+    problem = Problem("linear", "cuda")
+    assert choose(problem, fake_caps("h200"), table).backend == "reference"
+    assert choose(problem, fake_caps("a100"), table).backend == "dequant"
+    assert choose(Problem("quantize", "cuda"), fake_caps("h200"), table).backend == "dequant"
+
+
+def test_table_file_is_sound_and_versioned():
+    table = json.loads((Path(backends.__file__).parent / "table.json").read_text())
+    assert table == load_table()
+    with pytest.raises(ConfigError, match="version 0"):
+        check_table({**table, "version": 0})
+    with pytest.raises(ConfigError, match="Did you mean 'cpu'"):
+        check_table({"version": 1, "rows": [{"op": "*", "device": "*", "order": ["cpuu"]}]})
+    with pytest.raises(ConfigError, match="no row"):
+        choose(Problem("linear"), fake_caps("cpu"), {"version": 1, "rows": []})
+
+
+def test_every_backend_loads_and_offers_every_op():
+    for backend in BACKENDS.values():
+        kernels = backend.load()
+        assert all(callable(getattr(kernels, op)) for op in OPS)
+
+
+def test_why():
+    choice = octavo.why("linear", m=8, n=64, k=128, gpu="rtx3090")
+    assert choice.backend == "dequant" and "linear e4m3 row bfloat16 M=8 N=64 K=128 on rtx3090 (sm86)" in str(choice)
+    assert octavo.why("quantize", device="cpu").backend == "cpu"
+    assert "quantize e4m3 row bfloat16 4096x4096" in str(octavo.why("quantize", device="cpu"))
+    assert octavo.why(dtype=torch.float64, device="cpu").refused[0][0] == "cpu"
+    with pytest.raises(ConfigError, match="Did you mean 'linear'"):
+        octavo.why("linaer")

@@ -1,0 +1,60 @@
+import pytest
+import torch
+
+from octavo.formats.granularity import PerBlock, PerRow, PerTensor
+from octavo.formats.recipe import Rule
+from octavo.ops.quantize import dequantize, quantize
+from octavo.ops.rounding import KEPT, Compensator
+
+
+class Source:
+    """Moments in memory; counts how often each is read."""
+
+    def __init__(self, **matrices):
+        self.matrices, self.reads = matrices, []
+
+    def __contains__(self, module):
+        return True
+
+    def key(self, module):
+        return module.split(".")[0]
+
+    def get(self, module):
+        self.reads.append(self.key(module))
+        return self.matrices[self.key(module)]
+
+
+def moments(k, seed=0):
+    x = torch.randn(3 * k, k, generator=torch.Generator().manual_seed(seed))
+    x = x @ (torch.eye(k) + 0.5)
+    return x.T @ x
+
+
+@pytest.mark.parametrize("granularity", [PerTensor(), PerRow(), PerBlock(16, 16)], ids=str)
+def test_same_scales_lower_output_error(granularity):
+    h, weight = moments(64), torch.randn(48, 64)
+    source = Source(a=h)
+    solve = Compensator(source)
+    rule = Rule(granularity=granularity, rounding="compensated")
+    got, plain = solve(weight, rule, None, "a.q"), quantize(weight, Rule(granularity=granularity))
+    assert torch.equal(got.scale, plain.scale)
+    errors = [torch.trace((e := dequantize(q) - weight) @ h @ e.T) for q in (got, plain)]
+    assert errors[0] < 0.5 * errors[1]
+    assert solve.error == pytest.approx(float(errors[0]), rel=1e-3)
+    assert solve.error_nearest == pytest.approx(float(errors[1]), rel=1e-3)
+
+
+def test_nearest_rules_pass_through():
+    weight = torch.randn(8, 16)
+    source = Source()
+    got = Compensator(source)(weight, Rule(), None, "a.q")
+    assert torch.equal(got.codes, quantize(weight).codes) and not source.reads
+
+
+def test_siblings_share_a_factorization():
+    source = Source(**{name: moments(16, seed) for seed, name in enumerate("abc")})
+    solve = Compensator(source)
+    rule = Rule(rounding="compensated")
+    for module in ("a.q", "a.k", "b.o", "a.v", "c.x", "a.q"):
+        solve(torch.randn(4, 16), rule, None, module)
+    assert KEPT == 2 and source.reads == ["a", "b", "c"]
