@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from octavo.ops.quantize import quantize as quantize
     from octavo.workflows.calibrate import calibrate as calibrate
     from octavo.workflows.evaluate import evaluate as evaluate
+    from octavo.workflows.export import export as export
     from octavo.workflows.finetune import finetune as finetune
     from octavo.workflows.verify import verify as verify
 
@@ -55,6 +56,7 @@ _HOME = {
     "convert": "octavo.modules.convert",
     "calibrate": "octavo.workflows.calibrate",
     "evaluate": "octavo.workflows.evaluate",
+    "export": "octavo.workflows.export",
     "finetune": "octavo.workflows.finetune",
     "verify": "octavo.workflows.verify",
 }

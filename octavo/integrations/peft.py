@@ -8,7 +8,8 @@ of the raw bytes. So the LoRA layer here has its own merge, and FrozenFloat8Line
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -119,9 +120,7 @@ def get_peft_model(model: nn.Module, config: LoraConfig, **options: Any) -> Peft
 
     ConfigError for what cannot work over FP8 codes: DoRA and initialisations that read the base weight.
     """
-    with warnings.catch_warnings():
-        # PEFT asks a Transformers model by a name that 5.24 renamed.
-        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
+    with _one_name_too_old():
         return peft_get_peft_model(model, register(config), **options)
 
 
@@ -165,7 +164,8 @@ def load_adapter(model: nn.Module, folder: Path | str, *, trainable: bool = Fals
     """PeftModel.from_pretrained over an Octavo model."""
     config = cast(LoraConfig, LoraConfig.from_pretrained(str(folder)))
     config.inference_mode = not trainable
-    return PeftModel.from_pretrained(model, str(folder), is_trainable=trainable, config=register(config))
+    with _one_name_too_old():
+        return PeftModel.from_pretrained(model, str(folder), is_trainable=trainable, config=register(config))
 
 
 def kept(model: nn.Module) -> dict[str, float]:
@@ -204,3 +204,11 @@ def adapted_layers(model: nn.Module) -> list[str]:
 
 def _copy(q: ScaledTensor) -> ScaledTensor:
     return ScaledTensor(q.codes.detach().clone(), q.scale.detach().clone(), q.spec, q.granularity)
+
+
+@contextmanager
+def _one_name_too_old() -> Iterator[None]:
+    """PEFT asks a Transformers model by a name that 5.24 renamed; not a matter for the user."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
+        yield

@@ -80,7 +80,7 @@ class RunFolder:
     def prune(self, keep: int) -> None:
         """Delete all but the last `keep` snapshots, and what a killed run left of others."""
         for step in self.steps()[:-keep]:
-            shutil.rmtree(self.snapshot(step))
+            _remove(self.snapshot(step))
         for rest in self.snapshots.glob(".*.tmp"):
             shutil.rmtree(rest)
 
@@ -180,12 +180,21 @@ def whole_folder(target: Path) -> Iterator[Path]:
         yield work
         sync_tree(work)
         if target.exists():
-            shutil.rmtree(target)
+            _remove(target)
         os.replace(work, target)
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)
         raise
     sync_folder(target.parent)
+
+
+def _remove(folder: Path) -> None:
+    """Out of sight by a rename first: killed in between, nothing half-deleted keeps a name that means something."""
+    hidden = folder.parent / f".{folder.name}.old.tmp"
+    if hidden.exists():
+        shutil.rmtree(hidden)
+    os.replace(folder, hidden)
+    shutil.rmtree(hidden)
 
 
 def sync_tree(folder: Path) -> None:
