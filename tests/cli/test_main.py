@@ -162,7 +162,7 @@ def test_help_imports_nothing_heavy():
 
 
 def test_help_is_quick():
-    """Under 0.5 s. Counted in CPU time of the process, which other work on the machine hardly changes; best of three."""
+    """Under 0.5 s. In CPU time of the process, which other work on the machine hardly changes; best of three."""
 
     def seconds():
         child = subprocess.Popen([sys.executable, "-m", "octavo", "--help"], stdout=subprocess.DEVNULL)
