@@ -153,6 +153,13 @@ class FrozenFloat8Linear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tile = self.rule.granularity.tile
+        if self.weight_scale.dtype != torch.float32:
+            raise ConfigError(
+                "FrozenFloat8Linear: something cast weight_scale",
+                got=str(self.weight_scale.dtype),
+                need="torch.float32",
+                fix="With FSDP2, use no MixedPrecisionPolicy param_dtype, or put the scales into ignored_params.",
+            )
         scale = self.weight_scale if tile != (0, 0) else self.weight_scale.reshape(())
         input_scale = self.input_scale.reshape(()) if self.input_scale is not None else None
         return apply(x, self.weight, scale, self.bias, input_scale, self.rule.spec.name, tile, self.activation, "auto")

@@ -211,6 +211,14 @@ def test_autocast_and_mixed_dtypes():
         assert module(torch.randn(2, 136)).dtype == torch.bfloat16
 
 
+def test_a_cast_scale_is_an_error_and_not_a_small_loss():
+    """What FSDP2's mixed precision does to float32 parameters, 0.4 % at most, and unnoticed."""
+    module = layer()
+    module.weight_scale = nn.Parameter(module.weight_scale.detach().bfloat16(), requires_grad=False)
+    with pytest.raises(ConfigError, match="ignored_params"):
+        module(torch.randn(2, 136))
+
+
 def test_from_scaled_holds_the_tensors_it_is_given():
     q = octavo.quantize(torch.randn(24, 40), Rule(E5M2, PerBlock(16, 16)))
     module = FrozenFloat8Linear.from_scaled(q, dtype=torch.float16)
