@@ -24,6 +24,8 @@ def calibrate(
     channels: Annotated[
         bool | None, option("Also write the range of every input channel.", True, None, "--channels/--no-channels")
     ] = None,
+    moments: Annotated[Path | None, option("Folder for what compensated rounding needs.", None, "DIR")] = None,
+    weighting: Annotated[str | None, option("Of the tokens in it.", "fisher", "none|fisher")] = None,
     scheme: Annotated[str | None, option("Scheme of the error that ranks the layers.", "channel", SCHEMES)] = None,
     activation: Annotated[str | None, option("Activations of that error.", "token", "static|token|group128")] = None,
     device: Device = None,

@@ -29,6 +29,12 @@ def quantize(
     activation: Annotated[str | None, option("When served. By default the scheme's.", None, ACTIVATIONS)] = None,
     skip: Annotated[list[str] | None, option("Stays in 16 bit: a name, a glob, or re:...", None, "PATTERN")] = None,
     scales: Annotated[Path | None, option("scales.json, for static activations.", None, "FILE")] = None,
+    moments: Annotated[Path | None, option("For compensated: what calibrate --moments wrote.", None, "DIR")] = None,
+    data: Annotated[str | None, option("For compensated: text to calibrate on now.", None, "DATA")] = None,
+    samples: Annotated[int | None, option("Of that data.", "128")] = None,
+    context: Annotated[int | None, option("Tokens of a sample.", "512")] = None,
+    weighting: Annotated[str | None, option("Of its tokens.", "fisher", "none|fisher")] = None,
+    device: Annotated[str | None, option("Where compensated rounding runs.", None)] = None,
     max_shard_size: Annotated[str | None, option("Of the files written.", "5GB", "SIZE")] = None,
     fp8_input: Annotated[
         str | None, option("What to do with FP8 weights.", "refuse", "refuse|dequantize|relayout")

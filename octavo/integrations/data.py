@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.base.errors import DataError, UnsupportedError
+from octavo.base.log import logger
 from octavo.integrations.hub import first_line, hub_errors
 
 if TYPE_CHECKING:
@@ -129,6 +130,25 @@ def token_samples(
     if not found:
         raise DataError("the data holds no token", fix=_FIX)
     return found
+
+
+def calibration_samples(
+    tokenizer: PreTrainedTokenizerBase, source: str | Path, samples: int, context: int
+) -> tuple[TextData, list[torch.Tensor]]:
+    """The calibration part of `source`, and at most `samples` token sequences of it, int64 [<= context], none padded.
+
+    Plain text: windows of the joined texts. Conversations: one sample each. Fewer than asked for are a warning.
+    """
+    # Enough records for the samples asked for, without reading all of a large dataset.
+    data = load_data(source, "calibration", limit=64 * samples)
+    texts = data.texts(tokenizer)
+    if data.kind == "text":
+        found = list(token_windows(tokenizer, texts, context, samples))
+    else:
+        found = token_samples(tokenizer, texts, context, samples)
+    if len(found) < samples:
+        logger().warning("%s holds %d samples, %d were asked for", source, len(found), samples)
+    return data, found
 
 
 def _rows(name: str, split: str) -> Iterator[tuple[Any, str]]:

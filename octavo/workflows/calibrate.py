@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pydantic
 import safetensors.torch
@@ -23,7 +23,8 @@ from octavo.formats.recipe import Recipe
 from octavo.formats.scale import scale_of
 from octavo.formats.spec import E4M3
 from octavo.integrations import measuring
-from octavo.integrations.data import TextData, load_data, token_samples, token_windows
+from octavo.integrations.data import calibration_samples
+from octavo.integrations.moments import gather_moments
 from octavo.modules.experts import FrozenFloat8Experts
 from octavo.modules.observers import PERCENTILES, CacheObserver, InputObserver, InputStats
 from octavo.modules.sensitivity import float_weight, output_error, weight_errors
@@ -41,6 +42,8 @@ class CalibrateConfig(Config):
 
     samples: windows of `context` tokens, or conversations cut to it; fewer if the data holds fewer.
     channels: write the largest input of every channel too, into a safetensors file beside `out`.
+    moments: a folder for the second moments of the inputs, which compensated rounding needs. weighting: of the tokens
+    in them: `none`, or `fisher`, as much as the loss depends on each.
     scheme, activation: of the W8A8 error that ranks the linears. dtype: of the arithmetic.
     """
 
@@ -50,6 +53,8 @@ class CalibrateConfig(Config):
     samples: int = pydantic.Field(128, ge=1)
     context: int = pydantic.Field(512, ge=2)
     channels: bool = True
+    moments: Path | None = None
+    weighting: Literal["none", "fisher"] = "fisher"
     scheme: Literal["channel", "block128", "tensor"] = "channel"
     activation: Literal["static", "token", "group128"] = "token"
     device: str | None = None
@@ -64,6 +69,7 @@ class CalibrateReport(Report):
 
     out: Path
     channels_file: Path | None
+    moments: Path | None
     model: str
     model_fingerprint: str
     data_fingerprint: str
@@ -95,11 +101,9 @@ def calibrate(config: CalibrateConfig) -> CalibrateReport:
     if measuring.is_run(config.model):
         fix = "Calibrate its base, or the checkpoint that octavo export writes."
         raise ConfigError(f"{config.model} is a run folder", need="a model", fix=fix)
-    # Enough records for the samples asked for, without reading all of a large dataset.
-    data = load_data(config.data, "calibration", limit=64 * config.samples)
     dtype = measuring.compute_dtype(config.dtype, config.device)
     opened = measuring.open_model(config.model, recipe=None, activation="none", device=config.device, dtype=dtype)
-    samples = split_samples(opened.tokenizer, data, config)
+    data, samples = calibration_samples(opened.tokenizer, config.data, config.samples, config.context)
     inputs, kv = observe(opened.model, samples)
     checkpoint = Checkpoint.open(opened.folder)
     stored = measuring.stored_names(opened.model, checkpoint)
@@ -120,10 +124,13 @@ def calibrate(config: CalibrateConfig) -> CalibrateReport:
         channels_file=channels_file.name if channels_file else None,
     )
     scales.write(config.out)
+    if config.moments:
+        gather_moments(opened, data.fingerprint, samples, config.moments, config.weighting)
     ranked = sorted(modules, key=lambda name: modules[name].rank or 0)
     return CalibrateReport(
         out=config.out,
         channels_file=channels_file,
+        moments=config.moments,
         model=config.model,
         modules=len(modules),
         kv_layers=len(scales.kv),
@@ -131,18 +138,6 @@ def calibrate(config: CalibrateConfig) -> CalibrateReport:
         seconds=time.monotonic() - started,
         **scales.model_dump(include={"model_fingerprint", "data_fingerprint", "samples", "tokens", "unseen"}),
     )
-
-
-def split_samples(tokenizer: Any, data: TextData, config: CalibrateConfig) -> list[torch.Tensor]:
-    """Plain text: windows of the joined texts. Conversations: one sample each. int64 [T] each, none padded."""
-    texts = data.texts(tokenizer)
-    if data.kind == "text":
-        samples = list(token_windows(tokenizer, texts, config.context, config.samples))
-    else:
-        samples = token_samples(tokenizer, texts, config.context, config.samples)
-    if len(samples) < config.samples:
-        logger().warning("%s holds %d samples, %d were asked for", config.data, len(samples), config.samples)
-    return samples
 
 
 def observe(model: nn.Module, samples: list[torch.Tensor]) -> tuple[InputObserver, CacheObserver]:

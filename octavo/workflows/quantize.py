@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Literal
 
 import pydantic
+import torch
 
 from octavo.base.errors import ConfigError, did_you_mean
 from octavo.base.log import progress
 from octavo.base.report import Config, Report
-from octavo.formats.recipe import ACTIVATIONS, PRESETS, ROUNDINGS, Recipe
+from octavo.formats.recipe import ACTIVATIONS, PRESETS, ROUNDINGS, Recipe, Rule
 from octavo.formats.scale import SCALE_FORMATS, SCALE_METHODS
+from octavo.formats.scaled import ScaledTensor
 from octavo.integrations.hub import resolve_model
+from octavo.integrations.moments import moments_of
 from octavo.ops.quantize import quantize
-from octavo.store.conversion import ConversionSummary, convert_checkpoint
+from octavo.ops.rounding import SLICE as COMPENSATED_SLICE
+from octavo.ops.rounding import Compensator
+from octavo.store.conversion import ConversionSummary, check_paths, convert_checkpoint
+from octavo.store.moments import Moments
 from octavo.store.relayout import relayout
 from octavo.store.scales import Scales
 from octavo.store.schema import LAYOUTS
+from octavo.store.slices import SLICE
 from octavo.store.tensors import Checkpoint
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -28,9 +38,11 @@ class QuantizeConfig(Config):
     """model: a folder, a hub id, or demo. out: a folder that does not exist yet.
 
     scheme: channel (default), block128 or tensor. layout: ct (compressed-tensors) or native. scale_format: fp32 or po2.
-    rounding: nearest; compensated needs calibration data. method: absmax, or mse, which searches the scale.
-    activation: none, static, token or group128; the scheme's own when empty. skip: patterns of modules to keep in 16
-    bit: a full name, a glob, or `re:` and a regular expression. scales: scales.json, for static activations.
+    rounding: nearest, or compensated, which needs `moments` (what octavo calibrate --moments wrote) or `data`, a
+    source of text to calibrate on (`samples` of `context` tokens, `weighting` as in calibrate, run on `device`).
+    method: absmax, or mse, which searches the scale. activation: none, static, token or group128; the scheme's own when
+    empty. skip: patterns of modules to keep in 16 bit: a full name, a glob, or `re:` and a regular expression.
+    scales: scales.json, for static activations.
     max_shard_size: of the output's files, such as 5GB. fp8_input: what to do with a model that is FP8 already: refuse,
     dequantize (and quantize anew), or relayout (rename only; scheme and the like are then the model's own).
     compat: `llmcompressor` reproduces that tool's bytes, for comparisons.
@@ -46,6 +58,12 @@ class QuantizeConfig(Config):
     activation: str | None = None
     skip: tuple[str, ...] = ()
     scales: Path | None = None
+    moments: Path | None = None
+    data: str | None = None
+    samples: int = pydantic.Field(128, ge=1)
+    context: int = pydantic.Field(512, ge=2)
+    weighting: Literal["none", "fisher"] = "fisher"
+    device: str | None = None
     max_shard_size: str = "5GB"
     fp8_input: Literal["refuse", "dequantize", "relayout"] = "refuse"
     compat: str | None = None
@@ -81,6 +99,7 @@ class QuantizeReport(Report):
 
     fallbacks: modules that did not get the scheme's own rule though they are linears, each with its reason.
     resumed: shards that an earlier, killed run had finished. left_out: files too large to copy along.
+    output_error: of compensated rounding, as a share of what nearest rounding makes of the calibration's outputs.
     """
 
     model: str
@@ -95,6 +114,7 @@ class QuantizeReport(Report):
     fallbacks: list[ModuleReport]
     modules: list[ModuleReport]
     files: list[str]
+    output_error: float | None = None
     resumed: list[str] = pydantic.Field(default_factory=list)
     left_out: list[str] = pydantic.Field(default_factory=list)
 
@@ -108,24 +128,62 @@ def quantize_checkpoint(config: QuantizeConfig) -> QuantizeReport:
     size = parse_size(config.max_shard_size)
     source = Checkpoint.open(resolve_model(config.model))
     scales = Scales.load(config.scales, model=source) if config.scales else None
-    with progress(f"Quantizing {source.folder.name}", source.nbytes, unit="bytes") as advance:
-        if config.fp8_input == "relayout":
-            summary = relayout(source, config.out, config.layout, max_shard_size=size, advance=advance)
-        else:
-            summary = convert_checkpoint(
-                source,
-                config.out,
-                recipe,
-                layout=config.layout,
-                quantize=lambda x, rule, scale, module: quantize(x, rule, scale=scale),
-                scales=scales,
-                dequantize=config.fp8_input == "dequantize",
-                compat=config.compat,
-                max_shard_size=size,
-                made_by="octavo quantize",
-                advance=advance,
+    with _moments(config, source) as moments:
+        solve = Compensator(moments, config.device) if moments else None
+        with progress(f"Quantizing {source.folder.name}", source.nbytes, unit="bytes") as advance:
+            if config.fp8_input == "relayout":
+                summary = relayout(source, config.out, config.layout, max_shard_size=size, advance=advance)
+            else:
+                summary = convert_checkpoint(
+                    source,
+                    config.out,
+                    recipe,
+                    layout=config.layout,
+                    quantize=solve or _nearest,
+                    scales=scales,
+                    calibrated=moments,
+                    slice_values=COMPENSATED_SLICE if solve else SLICE,
+                    dequantize=config.fp8_input == "dequantize",
+                    compat=config.compat,
+                    max_shard_size=size,
+                    made_by="octavo quantize",
+                    advance=advance,
+                )
+    return _report(config, summary, str(recipe.rule), solve)
+
+
+def _nearest(x: torch.Tensor, rule: Rule, scale: torch.Tensor | None, module: str) -> ScaledTensor:
+    return quantize(x, rule, scale=scale)
+
+
+@contextmanager
+def _moments(config: QuantizeConfig, source: Checkpoint) -> Iterator[Moments | None]:
+    """What compensated rounding needs: read from the folder given, or gathered now and thrown away afterwards."""
+    given = [name for name in ("moments", "data") if getattr(config, name) is not None]
+    if config.rounding == "nearest":
+        if given:
+            fix = "Add --rounding compensated, or leave it out."
+            raise ConfigError(f"{given[0]} with rounding 'nearest', which has no use for it", fix=fix)
+        yield None
+    elif len(given) != 1:
+        got = "both moments and data" if given else "neither moments nor data"
+        fix = "Give --moments (of octavo calibrate --moments), or --data to calibrate on."
+        raise ConfigError("rounding 'compensated'", got=got, need="one of them", fix=fix)
+    elif config.moments is not None:
+        yield Moments.open(config.moments, model=source)
+    else:
+        check_paths(source.folder, config.out)  # before the long part
+        config.out.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=f".{config.out.name}.moments.", dir=config.out.parent) as folder:
+            yield moments_of(
+                source.folder,
+                str(config.data),
+                Path(folder),
+                samples=config.samples,
+                context=config.context,
+                weighting=config.weighting,
+                device=config.device,
             )
-    return _report(config, summary, str(recipe.rule))
 
 
 def parse_size(text: str) -> int:
@@ -136,7 +194,7 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
-def _report(config: QuantizeConfig, summary: ConversionSummary, rule: str) -> QuantizeReport:
+def _report(config: QuantizeConfig, summary: ConversionSummary, rule: str, solve: Compensator | None) -> QuantizeReport:
     modules = [ModuleReport(**outcome.__dict__) for outcome in summary.outcomes]
     linears = [m for m in modules if m.role in ("linear", "expert")]
     fallbacks = [] if config.fp8_input == "relayout" else [m for m in linears if m.rule != rule]
@@ -146,6 +204,7 @@ def _report(config: QuantizeConfig, summary: ConversionSummary, rule: str) -> Qu
         scheme=config.scheme,
         layout=config.layout,
         seconds=round(summary.seconds, 3),
+        output_error=solve.error / solve.error_nearest if solve and solve.error_nearest else None,
         bytes_in=summary.bytes_in,
         bytes_out=summary.bytes_out,
         quantized=sum(bool(m.rule) for m in modules),

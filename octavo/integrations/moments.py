@@ -1,0 +1,152 @@
+"""Gathering the second moments that error-compensated rounding needs: samples through a model, matrices to disk.
+
+What is in memory at once is bounded: layers are taken in batches whose matrices fit, one pass over the samples each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from octavo.base.errors import CheckpointError, DataError
+from octavo.base.log import Advance, progress
+from octavo.formats.recipe import Recipe
+from octavo.integrations import measuring
+from octavo.integrations.data import calibration_samples
+from octavo.modules.moments import MomentObserver, TokenWeights, fisher_backward, input_groups
+from octavo.store.manifest import fingerprint
+from octavo.store.moments import Moments, MomentsWriter
+from octavo.store.tensors import Checkpoint
+
+WEIGHTINGS = ("none", "fisher")
+MEMORY = 4 << 30  # bytes of matrices at once
+SEED = 0  # of the tokens drawn for the Fisher weights
+
+
+def moments_of(
+    model: str | Path,
+    data: str | Path,
+    out: Path,
+    *,
+    samples: int,
+    context: int,
+    weighting: str,
+    device: str | None = None,
+    dtype: str = "auto",
+) -> Moments:
+    """Open a model in 16 bit and gather its moments: see `gather_moments`."""
+    opened = measuring.open_model(model, device=device, dtype=measuring.compute_dtype(dtype, device))
+    texts, windows = calibration_samples(opened.tokenizer, data, samples, context)
+    return gather_moments(opened, texts.fingerprint, windows, out, weighting)
+
+
+def gather_moments(
+    opened: measuring.Opened,
+    data_fingerprint: str,
+    samples: list[torch.Tensor],
+    out: Path,
+    weighting: str,
+    memory: int = MEMORY,
+) -> Moments:
+    """Run samples, int64 [T] each, through a model in 16 bit and write the moments folder `out`.
+
+    weighting: `none`, or `fisher`, which costs a backward pass and buys a third of the divergence.
+    memory: bytes of matrices held at once. CheckpointError for a model whose activations hold NaN or Inf.
+    """
+    model, checkpoint = opened.model, Checkpoint.open(opened.folder)
+    groups = watched_groups(model)
+    names = measuring.stored_names(model, checkpoint)
+    weights = None
+    if weighting == "fisher":
+        with progress("Fisher weights", len(samples)) as advance:
+            weights = token_weights(model, groups, samples, advance)
+    writer = MomentsWriter(out)
+    batches = list(split_groups(model, groups, memory))
+    with progress("Second moments", len(batches) * len(samples)) as advance:
+        for batch in batches:
+            matrices = observe(model, batch, samples, weights, advance)
+            writer.add(matrices, {key: [_stored(names, name) for name in batch[key]] for key in batch})
+    writer.finish(
+        model_fingerprint=fingerprint(checkpoint),
+        data_fingerprint=data_fingerprint,
+        tokens=sum(map(len, samples)),
+        weighting=weighting,
+    )
+    return Moments.open(out)
+
+
+def watched_groups(model: nn.Module) -> dict[str, list[str]]:
+    """The linears that the default recipe quantizes, grouped by their common input. Stacked experts are left out."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    chosen = [name for name, decision in Recipe().assign(shapes).items() if decision.rule is not None]
+    modules = dict(model.named_modules())
+    linears = [name for name in chosen if isinstance(modules.get(name), nn.Linear)]
+    if not linears:
+        raise DataError("this model has no linear to calibrate", got=type(model).__name__)
+    return input_groups(linears)
+
+
+def split_groups(model: nn.Module, groups: Mapping[str, list[str]], memory: int) -> Iterator[dict[str, list[str]]]:
+    """Groups in order, in batches whose matrices together stay below `memory` bytes; a larger one comes alone."""
+    batch: dict[str, list[str]] = {}
+    used = 0
+    for key, names in groups.items():
+        size = 4 * cast(nn.Linear, model.get_submodule(names[0])).in_features ** 2
+        if batch and used + size > memory:
+            yield batch
+            batch, used = {}, 0
+        batch[key] = names
+        used += size
+    yield batch
+
+
+def token_weights(
+    model: nn.Module, groups: Mapping[str, list[str]], samples: list[torch.Tensor], advance: Advance
+) -> dict[str, torch.Tensor]:
+    """One forward and backward pass a sample, no parameter gets a gradient. key -> float32 [tokens]."""
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    generator = torch.Generator().manual_seed(SEED)
+    wake = cast(Any, model).get_input_embeddings().register_forward_hook(_require_grad)
+    try:
+        with torch.enable_grad(), TokenWeights(model, groups) as weights:
+            for sample in samples:
+                device = next(model.parameters()).device
+                logits = model(input_ids=sample[None].to(device), use_cache=False).logits[0]
+                fisher_backward(logits, generator)
+                advance(1)
+    finally:
+        wake.remove()
+    return weights.finish()
+
+
+def observe(
+    model: nn.Module,
+    groups: Mapping[str, list[str]],
+    samples: list[torch.Tensor],
+    weights: Mapping[str, torch.Tensor] | None,
+    advance: Advance,
+) -> dict[str, torch.Tensor]:
+    """Second moments of one batch of groups, float32 [K, K] each. CheckpointError if an input held NaN or Inf."""
+    with MomentObserver(model, groups, weights) as seen:
+        for sample in samples:
+            measuring.run_layers(model, sample)
+            advance(1)
+    for key, matrix in seen.matrices.items():
+        if not bool(torch.isfinite(matrix.diagonal()).all()):
+            raise CheckpointError(f"the input of {key} holds NaN or Inf", fix="Check the weights, or use float32.")
+    return seen.matrices
+
+
+def _require_grad(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    """Gradients need a place to start from where no parameter has one."""
+    return output.requires_grad_(True)
+
+
+def _stored(names: measuring.StoredNames, name: str) -> str:
+    parts = names(f"{name}.weight")
+    return parts[0][0] if len(parts) == 1 and len(parts[0]) == 1 else name

@@ -1,0 +1,75 @@
+"""octavo quantize --rounding compensated, end to end on a tiny model."""
+
+import pytest
+import torch
+
+from octavo.base.errors import ConfigError, MismatchError
+from octavo.store.moments import Moments
+from octavo.store.schema import read_scaled
+from octavo.store.tensors import Checkpoint
+from octavo.workflows.calibrate import CalibrateConfig, calibrate
+from octavo.workflows.quantize import QuantizeConfig, quantize_checkpoint
+
+
+@pytest.fixture
+def data(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog, and the dog does not mind at all. " * 40)
+    return path
+
+
+def config(model, out, **options):
+    return QuantizeConfig(model=str(model), out=out, rounding="compensated", samples=8, context=64, **options)
+
+
+@pytest.mark.parametrize("scheme", ["channel", "block128", "tensor"])
+def test_same_scales_lower_output_error(tiny_llama_128, data, tmp_path, scheme):
+    plain = quantize_checkpoint(QuantizeConfig(model=str(tiny_llama_128), out=tmp_path / "plain", scheme=scheme))
+    report = quantize_checkpoint(config(tiny_llama_128, tmp_path / "better", scheme=scheme, data=str(data)))
+    assert report.output_error < 0.6 and plain.output_error is None
+    assert not report.fallbacks and report.quantized == plain.quantized
+    a, b = Checkpoint.open(tmp_path / "plain"), Checkpoint.open(tmp_path / "better")
+    assert a.shapes() == b.shapes()
+    name = "model.layers.1.mlp.down_proj"
+    q, p = read_scaled(b, name), read_scaled(a, name)
+    assert torch.equal(q.scale, p.scale) and not torch.equal(q.codes, p.codes)
+    assert not list(tmp_path.glob(".better*")), "the moments were temporary"
+
+
+def test_moments_of_calibrate_give_the_same_codes_each_time(tiny_llama, data, tmp_path):
+    settings = {"samples": 8, "context": 64, "channels": False}
+    out = tmp_path / "m"
+    calibrate(CalibrateConfig(model=str(tiny_llama), data=str(data), out=tmp_path / "s.json", moments=out, **settings))
+    assert Moments.open(out, model=tiny_llama).index.weighting == "fisher"
+    for name in ("a", "b"):
+        quantize_checkpoint(config(tiny_llama, tmp_path / name, moments=out))
+    quantize_checkpoint(config(tiny_llama, tmp_path / "c", data=str(data)))
+    a, b, c = (Checkpoint.open(tmp_path / name) for name in "abc")
+    for name in a.names():
+        assert torch.equal(a.get(name).view(torch.uint8), b.get(name).view(torch.uint8)), name
+        assert torch.equal(a.get(name).view(torch.uint8), c.get(name).view(torch.uint8)), name
+
+
+def test_experts_without_moments_are_rounded_to_nearest_and_say_so(tiny_moe, data, tmp_path):
+    report = quantize_checkpoint(config(tiny_moe, tmp_path / "out", data=str(data)))
+    experts = [m for m in report.fallbacks if ".experts." in m.module]
+    assert experts and all("rounded to nearest" in m.reason for m in experts)
+    assert all(".experts." in m.module for m in report.fallbacks)
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [({}, "neither"), ({"data": "x", "moments": "y"}, "both"), ({"data": "x", "rounding": "nearest"}, "no use")],
+)
+def test_settings_that_do_not_go_together(tiny_llama, tmp_path, options, word):
+    values = {"model": str(tiny_llama), "out": tmp_path / "out", "rounding": "compensated", **options}
+    with pytest.raises(ConfigError, match=word):
+        quantize_checkpoint(QuantizeConfig(**values))
+    assert not (tmp_path / "out").exists()
+
+
+def test_moments_of_another_model(tiny_llama, tiny_llama_128, data, tmp_path):
+    settings = {"samples": 2, "context": 64, "channels": False, "moments": tmp_path / "m"}
+    calibrate(CalibrateConfig(model=str(tiny_llama), data=str(data), out=tmp_path / "s.json", **settings))
+    with pytest.raises(MismatchError, match="another model"):
+        quantize_checkpoint(config(tiny_llama_128, tmp_path / "out", moments=tmp_path / "m"))
