@@ -28,7 +28,8 @@ MSE_CANDIDATES = tuple(2.0 ** (-step / 32) for step in range(33))
 def scale_of(amax: torch.Tensor, spec: FloatSpec, scale_format: str = "fp32") -> torch.Tensor:
     """amax (any shape, finite, >= 0) -> scale, float32: amax / spec.max by IEEE division, or the power of two above."""
     amax = amax.float()
-    scale = (amax / spec.max).clamp(min=SCALE_FLOOR)
+    # Divided by a tensor: CUDA divides by a Python number by multiplying with its rounded reciprocal.
+    scale = (amax / torch.full_like(amax, spec.max)).clamp(min=SCALE_FLOOR)
     if scale_format == "po2":
         scale = power_of_two_above(scale)
     elif scale_format != "fp32":

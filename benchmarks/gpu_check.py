@@ -1,0 +1,260 @@
+"""Correctness of operations and modules on a CUDA device: a table for people, then one line of JSON.
+
+    python benchmarks/gpu_check.py [--device cuda] [--out FILE]
+
+Needs torch and nothing else. Exit code 1 where a check fails. Oracles in dB: `arithmetic` against float64 products of
+the dequantized operands, `quantization` against the unquantized ones; floors from octavo.testing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import octavo
+from octavo import E4M3, E5M2, FrozenFloat8Linear, PerBlock, PerGroup, PerRow, PerTensor, Rule
+from octavo.base.hardware import caps_of
+from octavo.formats.reference import decode, dequantize_ref, encode, quantize_ref
+from octavo.ops.linear import linear
+from octavo.testing import FLOOR_DB, assert_sqnr
+
+GRANULARITIES = (PerTensor(), PerRow(), PerGroup(128), PerBlock(128, 128), PerBlock(48, 80))
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+Check = Callable[[str], str]
+CHECKS: list[Check] = []
+
+
+def check(function: Check) -> Check:
+    CHECKS.append(function)
+    return function
+
+
+def awkward(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(shape, generator=generator) * torch.exp2(torch.randint(-30, 30, shape, generator=generator).float())
+    x = x.to(dtype)
+    for step, value in enumerate((0.0, -0.0, float("inf"), -float("inf"), float("nan"))):
+        x.view(-1)[step :: 97 + step] = value
+    x[..., 2, :] = 0
+    return x
+
+
+def cases() -> Iterator[tuple[octavo.Rule, torch.dtype]]:
+    for spec, granularity, dtype in itertools.product((E4M3, E5M2), GRANULARITIES, DTYPES):
+        yield Rule(spec, granularity, scale_format="po2" if dtype == torch.float16 else "fp32"), dtype
+
+
+@check
+def codes_equal_the_cpu(device: str) -> str:
+    """Codes and scales of the device are the bits of the CPU reference."""
+    for rule, dtype in cases():
+        for shape in ((200, 136), (2, 130, 300), (1, 3, 7)):
+            x = awkward(shape, dtype)
+            want = quantize_ref(x, rule.spec, rule.granularity, scale_format=rule.scale_format)
+            found = octavo.quantize(x.to(device), rule)
+            assert torch.equal(found.scale.cpu(), want.scale), f"scale {rule} {dtype} {shape}"
+            assert torch.equal(found.codes.cpu(), want.codes), f"codes {rule} {dtype} {shape}"
+    return f"{len(list(cases())) * 3} cases bit-equal"
+
+
+@check
+def every_bfloat16_and_every_code(device: str) -> str:
+    every = (torch.arange(65536, dtype=torch.int32) << 16).view(torch.float32)
+    codes = torch.arange(256, dtype=torch.uint8)
+    for spec in (E4M3, E5M2):
+        assert torch.equal(encode(every.to(device), spec).cpu(), encode(every, spec)), f"encode {spec}"
+        for scale in (1.0, 2.0**-126, 0.0123):
+            q = octavo.ScaledTensor(codes, torch.tensor(scale), spec, PerTensor())
+            for dtype in DTYPES:
+                found, want = octavo.dequantize(q.to(device), dtype).cpu(), dequantize_ref(q, dtype)
+                assert torch.equal(found.isnan(), want.isnan()), f"decode {spec} {dtype}"
+                assert torch.equal(found.nan_to_num(0), want.nan_to_num(0)), f"decode {spec} {dtype} {scale}"
+                plain = q.as_float8().to(device).to(dtype).cpu()
+                assert torch.equal(plain.nan_to_num(0), decode(codes, spec).to(dtype).nan_to_num(0)), f"{spec} {dtype}"
+    return "65,536 inputs, 256 codes, 2 formats"
+
+
+@check
+def linear_against_both_oracles(device: str) -> str:
+    """Forward, dX and db of every granularity, dtype and activation mode, ragged and large."""
+    worst: dict[str, float] = {}
+    for (n, k), granularity, dtype in itertools.product(((200, 136), (576, 200), (512, 1024)), GRANULARITIES, DTYPES):
+        generator = torch.Generator().manual_seed(1)
+        w = torch.randn(n, k, generator=generator).to(device)
+        q = octavo.quantize(w, Rule(granularity=granularity))
+        wq = dequantize_ref(q).double()
+        for activation in ("none", "static", "token", "group128"):
+            x = torch.randn(3, 70, k, generator=generator).to(device, dtype).requires_grad_()
+            grad = torch.randn(3, 70, n, generator=generator).to(device, dtype)
+            bias = torch.randn(n, generator=generator).to(device, dtype).requires_grad_()
+            scale = torch.tensor(0.01, device=device) if activation == "static" else None
+            y = linear(x, q, bias, activation=activation, input_scale=scale)
+            y.backward(grad)
+            a = x.detach()
+            if activation != "none":
+                mode = {"static": PerTensor(), "token": PerRow(), "group128": PerGroup(128)}[activation]
+                flat = quantize_ref(a.flatten(0, 1), E4M3, mode, scale=scale)
+                a = dequantize_ref(flat).reshape(a.shape)
+            name = str(dtype).removeprefix("torch.")
+            floor, where = FLOOR_DB["dequant", name], f"{granularity} {n}x{k} {name} {activation}"
+            found = assert_sqnr(y.detach(), a.double() @ wq.T + bias.detach().double(), floor, f"forward {where}")
+            back = assert_sqnr(x.grad, grad.double() @ wq, floor, f"backward {where}")
+            assert_sqnr(bias.grad, grad.double().sum((0, 1)), floor, f"bias {where}")
+            worst[name] = min(worst.get(name, 999.0), found, back)
+            if activation == "none":
+                exact = x.detach().double() @ w.double().T + bias.detach().double()
+                assert_sqnr(y.detach(), exact, FLOOR_DB["linear", "e4m3", "normal"] - 0.2, f"quantization {where}")
+    return "worst arithmetic dB " + ", ".join(f"{name} {db:.1f}" for name, db in worst.items())
+
+
+@check
+def scaled_mm_against_both_oracles(device: str) -> str:
+    worst = 999.0
+    for spec, granularity in itertools.product((E4M3, E5M2), GRANULARITIES):
+        generator = torch.Generator().manual_seed(2)
+        a, b = (torch.randn(r, 520, generator=generator).to(device) for r in (130, 260))
+        left, right = octavo.quantize(a, Rule(spec)), octavo.quantize(b, Rule(spec, granularity))
+        exact = dequantize_ref(left).double() @ dequantize_ref(right).double().T
+        for dtype in DTYPES:
+            y = octavo.scaled_mm(left, right, dtype)
+            worst = min(worst, assert_sqnr(y, exact, FLOOR_DB["dequant", str(dtype).removeprefix("torch.")]))
+        assert_sqnr(y, a.double() @ b.double().T, FLOOR_DB["scaled_mm", spec.name, "normal"])
+    return f"worst arithmetic dB {worst:.1f}"
+
+
+@check
+def opcheck_every_op(device: str) -> str:
+    ops, count = torch.ops.octavo, 0
+    for granularity in GRANULARITIES:
+        tile = ("e4m3", *granularity.tile)
+        x = torch.randn(50, 90, device=device, requires_grad=True)
+        q = octavo.quantize(x, Rule(granularity=granularity))
+        a = torch.randn(2, 3, 90, device=device, dtype=torch.bfloat16, requires_grad=True)
+        scale = torch.tensor(0.01, device=device)
+        todo = [
+            (ops.quantize, (x.detach(), None, *tile, "absmax", "fp32", "auto")),
+            (ops.fake_quantize, (x, None, *tile, "absmax", "fp32", "auto")),
+            (ops.dequantize, (q.codes, q.scale, *tile, torch.bfloat16, "auto")),
+            (ops.linear, (a, q.codes, q.scale, None, None, *tile, "token", "auto")),
+            (ops.linear, (a, q.codes, q.scale, None, scale, *tile, "static", "auto")),
+            (ops.linear_dx, (a.detach()[..., :50], q.codes, q.scale, *tile, "auto")),
+            (ops.scaled_mm, (q.codes, q.scale, q.codes, q.scale, *tile, *tile, torch.bfloat16, "auto")),
+        ]
+        for op, args in todo:
+            torch.library.opcheck(op.default, args)
+            count += 1
+    return f"{count} calls"
+
+
+@check
+def compiles_without_a_break(device: str) -> str:
+    for granularity, backend in itertools.product((PerTensor(), PerBlock(128, 128)), ("aot_eager", "inductor")):
+        torch._dynamo.reset()
+        source = nn.Linear(136, 200, device=device, dtype=torch.bfloat16)
+        layer = FrozenFloat8Linear.from_linear(source, Rule(granularity=granularity), "token")
+        model = nn.Sequential(layer, nn.SiLU(), nn.Linear(200, 40, device=device, dtype=torch.bfloat16))
+        compiled = torch.compile(model, fullgraph=True, backend=backend)
+        x = torch.randn(9, 136, device=device, dtype=torch.bfloat16, requires_grad=True)
+        want = torch.autograd.grad(model(x).float().square().sum(), x)[0]
+        found = torch.autograd.grad(compiled(x).float().square().sum(), x)[0]
+        assert_sqnr(found, want, 40.0, f"{granularity} {backend}")
+    return "tensor and block128, aot_eager and inductor"
+
+
+@check
+def module_moves_and_saves(device: str) -> str:
+    for granularity in GRANULARITIES:
+        layer = FrozenFloat8Linear.from_linear(nn.Linear(136, 200), Rule(granularity=granularity), "token")
+        codes, scale = layer.weight.detach().clone(), layer.weight_scale.detach().clone()
+        moved = copy.deepcopy(layer.to(device).half()).to(torch.bfloat16).float()
+        moved.load_state_dict(layer.state_dict(), assign=True)
+        back = moved.cpu()
+        assert torch.equal(back.weight, codes) and torch.equal(back.weight_scale, scale), str(granularity)
+        assert back.weight_scale.dtype == torch.float32
+    with torch.autocast(torch.device(device).type, dtype=torch.bfloat16):
+        assert layer.to(device)(torch.randn(2, 136, device=device)).dtype == torch.bfloat16
+    return "to, half, float, deepcopy, state_dict, autocast"
+
+
+@check
+def nothing_wide_is_kept_for_backward(device: str) -> str:
+    if torch.device(device).type != "cuda":
+        return "skipped: needs CUDA's memory counters"
+    layer = FrozenFloat8Linear.from_linear(nn.Linear(8192, 8192, device=device, dtype=torch.bfloat16, bias=False))
+    x = torch.randn(256, 8192, device=device, dtype=torch.bfloat16, requires_grad=True)
+    layer(x).sum().backward()
+    x.grad = None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    y = layer(x)
+    kept = torch.cuda.memory_allocated() - before
+    assert kept <= y.numel() * y.element_size() + 2**20, kept
+    return f"{kept / 2**20:.1f} MiB kept, the output is {y.numel() * 2 / 2**20:.1f} MiB"
+
+
+@check
+def speed_for_the_log(device: str) -> str:
+    """Not a claim: where the plain backend stands before any kernel is written."""
+    if torch.device(device).type != "cuda":
+        return "skipped: CUDA only"
+    w = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
+    q = octavo.quantize(w)
+    parts = []
+    for m in (1, 64, 4096):
+        x = torch.randn(m, 4096, device=device, dtype=torch.bfloat16)
+        with torch.no_grad():
+            plain, ours = milliseconds(lambda x=x: F.linear(x, w)), milliseconds(lambda x=x: linear(x, q))
+        parts.append(f"M={m} {ours:.3f} ms (BF16 {plain:.3f})")
+    return ", ".join(parts) + f", quantize {milliseconds(lambda: octavo.quantize(w)):.3f} ms"
+
+
+def milliseconds(call: Callable[[], object], rounds: int = 20) -> float:
+    for _ in range(3):
+        call()
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    start.record()
+    for _ in range(rounds):
+        call()
+    stop.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(stop) / rounds
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    rows = []
+    print(f"torch {torch.__version__}, {caps_of(args.device)}", flush=True)
+    for function in CHECKS:
+        start = time.perf_counter()
+        try:
+            detail, ok = function(args.device), True
+        except Exception as error:
+            detail, ok = f"{type(error).__name__}: {error}"[:600], False
+        seconds = round(time.perf_counter() - start, 1)
+        rows.append({"check": function.__name__, "ok": ok, "detail": detail, "seconds": seconds})
+        print(f"{'ok  ' if ok else 'FAIL'} {function.__name__:36} {seconds:6.1f} s  {detail}", flush=True)
+    report = {"torch": torch.__version__, "device": str(caps_of(args.device)), "checks": rows}
+    if args.out:
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report))
+    return 0 if all(row["ok"] for row in rows) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
