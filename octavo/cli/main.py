@@ -22,9 +22,11 @@ from octavo.cli.common import Result
 from octavo.cli.doctor import doctor
 from octavo.cli.errors import BROKEN_PIPE, INTERRUPTED, explained, show_error, show_traceback
 from octavo.cli.eval import evaluate
+from octavo.cli.export import export
 from octavo.cli.finetune import finetune
 from octavo.cli.quantize import quantize
 from octavo.cli.serve import serve
+from octavo.cli.verify import verify
 
 app = typer.Typer(
     name="octavo",
@@ -56,6 +58,8 @@ app.command()(doctor)
 app.command()(calibrate)
 app.command()(quantize)
 app.command()(finetune)
+app.command()(export)
+app.command()(verify)
 app.command("eval")(evaluate)
 app.command()(serve)
 

@@ -15,9 +15,11 @@ CONFIGS = {
     "calibrate": "octavo.workflows.calibrate:CalibrateConfig",
     "doctor": "octavo.workflows.doctor:DoctorConfig",
     "eval": "octavo.workflows.evaluate:EvaluateConfig",
+    "export": "octavo.workflows.export:ExportConfig",
     "finetune": "octavo.workflows.finetune:FinetuneConfig",
     "quantize": "octavo.workflows.quantize:QuantizeConfig",
     "serve": "octavo.workflows.serve:ServeConfig",
+    "verify": "octavo.workflows.verify:VerifyConfig",
 }
 COMMANDS = {command.name: command for command in typer.main.get_group(app).commands.values()}
 

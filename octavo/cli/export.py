@@ -1,0 +1,58 @@
+"""octavo export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from octavo.cli.common import ACTIVATIONS, SCHEMES, AsJson, ConfigFile, Result, flags, option
+from octavo.cli.render import layers_folded, number, pairs, size, table
+
+if TYPE_CHECKING:
+    from octavo.workflows.export import ExportReport
+
+WORST = 5
+
+
+def export(
+    ctx: typer.Context,
+    run: Annotated[
+        Path | None, typer.Argument(metavar="RUN", help="A finished run folder.", show_default=False)
+    ] = None,
+    out: Annotated[Path | None, typer.Argument(metavar="OUT", help="A new folder.", show_default=False)] = None,
+    merge: Annotated[str | None, option("Onto which weights.", "original", "original|dequantized|none")] = None,
+    layout: Annotated[str | None, option("How the files spell it.", "ct", "ct|native")] = None,
+    scheme: Annotated[str | None, option("By default the run's.", None, SCHEMES)] = None,
+    scale_format: Annotated[str | None, option("By default the run's.", None, "fp32|po2")] = None,
+    activation: Annotated[str | None, option("When served. By default as trained.", None, ACTIVATIONS)] = None,
+    model: Annotated[str | None, option("The base model, if it moved.", None, "MODEL")] = None,
+    min_kept: Annotated[float | None, option("Refuse below this share of the adapter's change.", 0.9)] = None,
+    max_shard_size: Annotated[int | None, option("Of the files written, bytes.", 5_000_000_000)] = None,
+    config: ConfigFile = None,
+    json: AsJson = False,
+) -> Result:
+    """A run to a checkpoint for serving, with the share of the adapter that survives FP8 rounding."""
+    from octavo.workflows.export import ExportConfig
+    from octavo.workflows.export import export as workflow
+
+    report = workflow(ExportConfig.load(config, flags(ctx)))
+    return Result(report, _lines(report))
+
+
+def _lines(report: ExportReport) -> list[object]:
+    facts = {
+        "written": f"{report.out}, {size(report.bytes_out)}",
+        "scheme": f"{report.scheme}, layout {report.layout}, activations {report.activation}",
+        "adapter kept": number(report.kept),
+        "output cosine": f"{number(report.output_cosine)}, {report.measured_on}",
+    }
+    lines: list[object] = [pairs(facts)]
+    layers = [(layer.module, layer.kept, layer.output_cosine) for layer in report.layers if layer.kept is not None]
+    if rows := sorted(layers, key=lambda row: row[1])[:WORST]:
+        lines.append(table(("least kept", "share", "output cosine"), rows))
+    kept = sorted({(layers_folded(name), reason) for name, reason in report.kept_16bit.items()})
+    if kept:
+        lines.append(table(("stays in 16 bit", "because"), kept))
+    return [*lines, *(f"warning: {text}" for text in report.warnings), *(f"next: {line}" for line in report.next)]
