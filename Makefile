@@ -6,6 +6,8 @@ VLLM_VENV ?= .venv-vllm
 PY = $(VENV)/bin/python
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+# OpenMP threads that spin while they wait take the cores that others need.
+export OMP_WAIT_POLICY ?= PASSIVE
 
 .PHONY: install quickstart test check quick serve-test soak bench
 
