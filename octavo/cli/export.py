@@ -27,6 +27,9 @@ def export(
     scheme: Annotated[str | None, option("By default the run's.", None, SCHEMES)] = None,
     scale_format: Annotated[str | None, option("By default the run's.", None, "fp32|po2")] = None,
     activation: Annotated[str | None, option("When served. By default as trained.", None, ACTIVATIONS)] = None,
+    moments: Annotated[
+        Path | None, option("Round with compensation: what calibrate --moments wrote.", None, "DIR")
+    ] = None,
     model: Annotated[str | None, option("The base model, if it moved.", None, "MODEL")] = None,
     min_kept: Annotated[float | None, option("Refuse below this share of the adapter's change.", 0.9)] = None,
     max_shard_size: Annotated[int | None, option("Of the files written, bytes.", 5_000_000_000)] = None,

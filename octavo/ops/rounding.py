@@ -1,4 +1,4 @@
-"""Quantizing a layer's weight with the second moments of its inputs at hand: the callable that conversions take."""
+"""Quantizing a layer's weight for a conversion: nearest, or with the second moments of its inputs at hand."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ from octavo.ops.quantize import quantize
 # Values of a slice of rows: the columns are a loop, so that more rows at a time cost less each.
 SLICE = 1 << 26
 KEPT = 2  # factorizations, of three K x K matrices each
+
+
+def round_nearest(x: torch.Tensor, rule: Rule, scale: torch.Tensor | None, module: str) -> ScaledTensor:
+    """`octavo.quantize` in the form that conversions call."""
+    return quantize(x, rule, scale=scale)
 
 
 class MomentSource(Protocol):

@@ -20,13 +20,17 @@ from octavo.base.log import logger, progress
 from octavo.base.report import Config, Report
 from octavo.formats.recipe import Recipe
 from octavo.integrations.hub import resolve_model
+from octavo.ops.rounding import SLICE as COMPENSATED_SLICE
+from octavo.ops.rounding import Compensator, round_nearest
 from octavo.store.adapter import Adapter
 from octavo.store.conversion import ConversionSummary, convert_checkpoint
 from octavo.store.folder import check_output
 from octavo.store.manifest import fingerprint
 from octavo.store.merge import LayerKept, Merge, Survival
+from octavo.store.moments import Moments
 from octavo.store.run import RunFolder
 from octavo.store.scales import Scales
+from octavo.store.slices import SLICE
 from octavo.store.tensors import Checkpoint
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM's --max-lora-rank takes
@@ -39,8 +43,9 @@ class ExportConfig(Config):
     merge: `original` adds the adapter to the original weights in float32 and quantizes the sum; `dequantized` adds it
     to the FP8 weights the run trained over; `none` writes the FP8 base and, in `adapter/`, the adapter beside it.
     min_kept: refuse below this share of the adapter's change, over all layers. model: where the base model is now,
-    if it moved. scheme, scale_format: default those of the run. activation: what the served linears do to their
-    inputs; default what the run trained with, or for `none` the scheme's own.
+    if it moved. moments: of the base model, from `octavo calibrate --moments`: the merged weights are then rounded with
+    compensation, not to nearest. scheme, scale_format: default those of the run. activation: what the served linears
+    do to their inputs; default what the run trained with, or for `none` the scheme's own.
     """
 
     run: Path
@@ -50,6 +55,7 @@ class ExportConfig(Config):
     scheme: str | None = None
     scale_format: str | None = None
     activation: str | None = None
+    moments: Path | None = None
     model: str | None = None
     min_kept: float = pydantic.Field(0.9, ge=0, le=1)
     max_shard_size: int = pydantic.Field(5_000_000_000, ge=1)
@@ -88,6 +94,9 @@ def export(config: ExportConfig) -> ExportReport:
     `min_kept` of the change left; then nothing is written.
     """
     started = time.monotonic()
+    if config.moments and config.merge == "none":
+        fix = "Leave --moments out: the adapter was trained beside a base rounded to nearest."
+        raise ConfigError("merge 'none' with moments", got="nothing to round anew", fix=fix)
     run = RunFolder(config.run)
     run.require_finished()
     settings, policy = run.read_config(), run.read_policy()
@@ -129,12 +138,12 @@ def _base_of(run: RunFolder) -> str:
 def _recipe(config: ExportConfig, settings: dict[str, object], policy: dict[str, dict[str, str]]) -> Recipe:
     """The run's recipe with this export's changes; what the policy keeps in 16 bit is skipped by name."""
     scheme = str(config.scheme or settings["scheme"])
+    rounding = "compensated" if config.moments else "nearest"
     trained_with = str(settings["activation"])
     served = config.activation or (trained_with if trained_with != "none" else None)
     keep = tuple(name for name, entry in policy.items() if entry["precision"] == "16bit")
-    recipe = Recipe.named(
-        scheme, activation=served, skip=keep, scale_format=str(config.scale_format or settings["scale_format"])
-    )
+    scale_format = str(config.scale_format or settings["scale_format"])
+    recipe = Recipe.named(scheme, activation=served, skip=keep, scale_format=scale_format, rounding=rounding)
     if recipe.activation == "static" and not RunFolder(config.run).scales.is_file():
         raise ConfigError("activation 'static'", got="a run without scales.json", need="calibrated scales")
     return recipe
@@ -149,12 +158,16 @@ def _convert(
     scales: Scales | None,
     is_fp8: bool,
 ) -> ConversionSummary:
+    moments = Moments.open(config.moments, model=source) if config.moments else None
     with progress("Exporting", source.nbytes, unit="bytes") as advance:
         return convert_checkpoint(
             source,
             work,
             recipe,
             layout=config.layout,
+            quantize=Compensator(moments) if moments else round_nearest,
+            calibrated=moments,
+            slice_values=COMPENSATED_SLICE if moments else SLICE,
             edit=merge.edit if merge.pairs else None,
             observe=merge.observe if merge.pairs else None,
             scales=scales,

@@ -10,19 +10,16 @@ from tempfile import TemporaryDirectory
 from typing import Literal
 
 import pydantic
-import torch
 
 from octavo.base.errors import ConfigError, did_you_mean
 from octavo.base.log import progress
 from octavo.base.report import Config, Report
-from octavo.formats.recipe import ACTIVATIONS, PRESETS, ROUNDINGS, Recipe, Rule
+from octavo.formats.recipe import ACTIVATIONS, PRESETS, ROUNDINGS, Recipe
 from octavo.formats.scale import SCALE_FORMATS, SCALE_METHODS
-from octavo.formats.scaled import ScaledTensor
 from octavo.integrations.hub import resolve_model
 from octavo.integrations.moments import moments_of
-from octavo.ops.quantize import quantize
 from octavo.ops.rounding import SLICE as COMPENSATED_SLICE
-from octavo.ops.rounding import Compensator
+from octavo.ops.rounding import Compensator, round_nearest
 from octavo.store.conversion import ConversionSummary, check_paths, convert_checkpoint
 from octavo.store.moments import Moments
 from octavo.store.relayout import relayout
@@ -139,7 +136,7 @@ def quantize_checkpoint(config: QuantizeConfig) -> QuantizeReport:
                     config.out,
                     recipe,
                     layout=config.layout,
-                    quantize=solve or _nearest,
+                    quantize=solve or round_nearest,
                     scales=scales,
                     calibrated=moments,
                     slice_values=COMPENSATED_SLICE if solve else SLICE,
@@ -150,10 +147,6 @@ def quantize_checkpoint(config: QuantizeConfig) -> QuantizeReport:
                     advance=advance,
                 )
     return _report(config, summary, str(recipe.rule), solve)
-
-
-def _nearest(x: torch.Tensor, rule: Rule, scale: torch.Tensor | None, module: str) -> ScaledTensor:
-    return quantize(x, rule, scale=scale)
 
 
 @contextmanager

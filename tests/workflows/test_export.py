@@ -12,9 +12,11 @@ from octavo.formats.granularity import PerRow, PerTensor
 from octavo.formats.measure import delta_kept
 from octavo.formats.reference import dequantize_ref, quantize_ref
 from octavo.formats.spec import E4M3
+from octavo.integrations.moments import moments_of
 from octavo.integrations.transformers import load
 from octavo.store.adapter import Adapter
 from octavo.store.run import RunFolder
+from octavo.store.schema import read_scaled
 from octavo.store.tensors import Checkpoint
 from octavo.workflows.export import ExportConfig, export
 from octavo.workflows.finetune import FinetuneConfig, finetune
@@ -135,6 +137,25 @@ def test_a_small_change_survives_on_original_weights_only(run, tmp_path):
     report = export(ExportConfig(run=small, out=tmp_path / "lossy", merge="dequantized", min_kept=0))
     assert report.kept < 0.7
     assert export(ExportConfig(run=small, out=tmp_path / "out", min_kept=0)).kept > report.kept
+
+
+def test_compensated_rounding_of_the_merged_weights(run, tiny_llama, tmp_path):
+    """Same scales, other codes, lower error of the outputs on the calibrated inputs; the adapter's change survives."""
+    moments = moments_of(tiny_llama, "demo", tmp_path / "m", samples=8, context=64, weighting="none")
+    plain = export(ExportConfig(run=run, out=tmp_path / "plain", min_kept=0))
+    better = export(ExportConfig(run=run, out=tmp_path / "better", min_kept=0, moments=tmp_path / "m"))
+    a, b = Checkpoint.open(tmp_path / "plain"), Checkpoint.open(tmp_path / "better")
+    base, delta = base_and_delta(run, tiny_llama, Q)
+    h = moments.get(Q)
+    errors = []
+    for checkpoint in (a, b):
+        e = dequantize_ref(read_scaled(checkpoint, Q)) - (base + delta)
+        errors.append(torch.trace(e @ h @ e.T))
+    assert errors[1] < 0.6 * errors[0]
+    assert torch.equal(read_scaled(a, Q).scale, read_scaled(b, Q).scale)
+    assert better.kept > 0.8 * plain.kept
+    with pytest.raises(ConfigError, match="merge 'none'"):
+        export(ExportConfig(run=run, out=tmp_path / "no", merge="none", moments=tmp_path / "m"))
 
 
 def test_none_keeps_the_adapter_beside_the_base(run, tiny_llama, tmp_path):
