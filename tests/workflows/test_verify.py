@@ -239,6 +239,32 @@ def test_experts_are_all_quantized_or_none(tmp_path):
     assert ("weight-missing", f"{M0}.experts.2.up_proj.weight") in found(run(lost, tmp_path), "error")
 
 
+def test_experts_in_transformers(tmp_path):
+    """Seen with Transformers 5.24: channel scales load, block scales stop, a mixture gives NaN."""
+    moe = lambda kind, **more: quantize(decoder("qwen3_moe", experts=4), kind, **more)  # noqa: E731
+    assert run(moe("ct-channel"), tmp_path, "transformers").verdict == "ok"
+    assert "expert-blocks" in dict(found(run(moe("ct-block"), tmp_path, "transformers"), "error"))
+    keep = [m for m in decoder("qwen3_moe", experts=4).linears if ".experts.3." in m]
+    for kind in ("ct-channel", "block"):
+        assert "mixed-experts" in dict(found(run(moe(kind, keep=keep), tmp_path, "transformers"), "error"))
+
+
+def test_scalars_and_tied_heads_in_transformers(tmp_path):
+    """Seen with Transformers 5.24: compressed-tensors wants [1], native fp8 on a GPU a 0-d scale."""
+    scalar = quantize(decoder(), "ct-tensor")
+    scalar.tensors = {n: x.reshape(()) if n.endswith("_scale") else x for n, x in scalar.tensors.items()}
+    assert run(scalar, tmp_path, "transformers").verdict == "error"
+    assert run(scalar, tmp_path, "vllm").verdict == "ok"
+    native = quantize(decoder(), "tensor")
+    native.rename("weight_scale", "weight_scale_inv")
+    native.quant["weight_block_size"] = None
+    assert run(native, tmp_path, "transformers").verdict == "ok"
+    assert run(native, tmp_path, "vllm").verdict == "error"
+    tied = quantize(decoder("qwen2", tie=True), "ct-channel", skip=[])
+    assert "tied-head" in dict(found(run(tied, tmp_path, "transformers"), "error"))
+    assert run(tied, tmp_path, "vllm").verdict == "ok"
+
+
 def test_stacked_experts_left_in_16_bit(tmp_path):
     folder = decoder("qwen3_moe", experts=4)
     at = f"{M0}.experts"

@@ -20,7 +20,7 @@ from octavo.workflows.rules.engine import (
     listed,
     transformers_skip,
 )
-from octavo.workflows.rules.findings import REQUANTIZE, Findings
+from octavo.workflows.rules.findings import CONFIG, REQUANTIZE, Findings
 from octavo.workflows.rules.model import Model, Module
 from octavo.workflows.rules.scheme import Group, Scheme, Weights
 
@@ -60,8 +60,10 @@ def plan(model: Model, scheme: Scheme, target: Target, out: Findings) -> Plan:
 def _native(model: Model, scheme: Scheme, target: Target, result: Plan, out: Findings) -> None:
     weights = _weights(scheme)
     result.renames = dict(RENAMES)
-    static = "activation_scale" if weights.activation == "static" else ""
-    quantized = Built(weights, f"native fp8, {weights}", "weight_scale_inv", static, scalar=((),))
+    dequantized = target.sm < NATIVE_SM
+    static = "activation_scale" if weights.activation == "static" and not dequantized else ""
+    scalar = ((), (1,)) if dequantized else ((),)
+    quantized = Built(weights, f"native fp8, {weights}", "weight_scale_inv", static, scalar=scalar)
     given = scheme.raw.get("modules_to_not_convert")
     if given is None:
         given = scheme.raw.get("ignored_layers")
@@ -69,7 +71,7 @@ def _native(model: Model, scheme: Scheme, target: Target, result: Plan, out: Fin
     bad_patterns([f"re:{entry}" for entry in skip or ()], scheme.key, out)
     for module in model.linears():
         built = _native_module(module, skip, quantized, model)
-        if target.sm < NATIVE_SM:  # dequantized while loading: what has a scale is decoded, the rest taken as it is
+        if dequantized:  # while loading: what has a scale is decoded, the rest is taken as it is
             built = quantized if module.quantized else Built(None, "stored in 16 bit")
         result.modules[module.name] = built
     for name, module in model.modules.items():
@@ -77,8 +79,9 @@ def _native(model: Model, scheme: Scheme, target: Target, result: Plan, out: Fin
             block = name.rpartition(".")[0]
             skipped = skip is not None and listed(skip, block, transformers_skip)
             result.modules[name] = Built(None, "in the skip list") if skipped else quantized
-    if target.sm < NATIVE_SM and weights.block:
+    if dequantized and weights.block:
         _ragged(model, result, out)
+    _mixed_experts(model, result, out)
 
 
 def _weights(scheme: Scheme) -> Weights:
@@ -126,12 +129,39 @@ def _ragged(model: Model, result: Plan, out: Findings) -> None:
                 out.error("ragged-dequantize", weight.name, text, REQUANTIZE)
 
 
+def _mixed_experts(model: Model, result: Plan, out: Findings) -> None:
+    """The experts of a block are stacked while loading, weights beside scales: all have one, or none."""
+    blocks: dict[tuple[str, str], list[Module]] = {}
+    for name, module in model.modules.items():
+        block = experts_block(name)
+        if block is not None and module.is_matrix:
+            blocks.setdefault((block, module.leaf), []).append(module)
+    for (block, leaf), modules in blocks.items():
+        plain = [m for m in modules if not m.scales]
+        if plain and len(plain) < len(modules):
+            text = (
+                f"{len(plain)} of {len(modules)} {leaf} of {block} have no scale: stacked, scales reach wrong experts."
+            )
+            out.error("mixed-experts", plain[0].name, text, REQUANTIZE)
+            result.refused.update(m.name for m in modules)
+
+
 # ------------------------------------------------------------------------------------------------ compressed-tensors
 def _compressed_tensors(model: Model, scheme: Scheme, result: Plan, out: Findings) -> None:
     bad_patterns((*scheme.skip, *(t for g in scheme.groups for t in g.targets)), scheme.key, out)
     targets = [(t, g) for g in scheme.groups for t in g.targets]
     for module in model.linears():
         result.modules[module.name] = _ct_module(module, scheme, targets, model)
+    _mixed_experts(model, result, out)
+    blocks = [n for n, b in result.modules.items() if b.weights and b.weights.block and experts_block(n)]
+    if blocks:
+        text = "Transformers multiplies experts by their scale as it is stored: block scales do not fit, it stops."
+        out.error("expert-blocks", f"{blocks[0]}.weight_scale", text, "Give experts channel scales.")
+        result.refused.update(blocks)
+    head = Module("lm_head", "head")
+    if model.tied and _ct_module(head, scheme, targets, model).weights is not None:
+        text = "The head is tied and not in the ignore list: it is decompressed with a scale that nobody stored."
+        out.error("tied-head", f"{scheme.key}.ignore: lm_head", text, f"Add lm_head to the ignore list. {CONFIG}")
 
 
 def _ct_module(module: Module, scheme: Scheme, targets: list[tuple[str, Group]], model: Model) -> Built:
@@ -139,8 +169,6 @@ def _ct_module(module: Module, scheme: Scheme, targets: list[tuple[str, Group]],
         return Built(None, "in the ignore list")
     if module.role == "router" and module.leaf not in LINEAR_ROUTERS:
         return Built(None, "routers are no nn.Linear in Transformers")
-    if module.role == "head" and model.tied:
-        return Built(None, "the head is tied to the embedding")
     found = next((g for t, g in targets if exact_or_regex(t, module.name)), None)
     if found is None:
         found = next((g for t, g in targets if t == "Linear"), None)
@@ -150,7 +178,7 @@ def _ct_module(module: Module, scheme: Scheme, targets: list[tuple[str, Group]],
     if weights is None or weights.kind != "float" or weights.bits != 8:
         return Built(None, "its group is not FP8")
     static = "input_scale" if weights.activation == "static" else ""
-    return Built(weights, f"compressed-tensors, {weights}", "weight_scale", static)
+    return Built(weights, f"compressed-tensors, {weights}", "weight_scale", static, scalar=((1,),))
 
 
 def mode_note(scheme: Scheme) -> kernels.Kernel | None:
