@@ -12,6 +12,7 @@ import torch
 from octavo.formats.recipe import Rule
 from octavo.formats.rounding import Curvature, compensated
 from octavo.formats.scaled import ScaledTensor
+from octavo.ops.backends import Problem, kernels
 from octavo.ops.quantize import quantize
 
 # Values of a slice of rows: the columns are a loop, so that more rows at a time cost less each.
@@ -20,8 +21,13 @@ KEPT = 2  # factorizations, of three K x K matrices each
 
 
 def round_nearest(x: torch.Tensor, rule: Rule, scale: torch.Tensor | None, module: str) -> ScaledTensor:
-    """`octavo.quantize` in the form that conversions call."""
-    return quantize(x, rule, scale=scale)
+    """`octavo.quantize` in the form that conversions call.
+
+    Without the custom op: its first call imports torch's compiler, 1.6 s that a short conversion would notice.
+    """
+    rows, cols = x.shape
+    problem = Problem("quantize", x.device.type, x.dtype, rule.spec.name, rule.granularity.tile, "none", 1, rows, cols)
+    return kernels(problem, x.device, "auto").quantize(x, scale, rule)
 
 
 class MomentSource(Protocol):

@@ -94,7 +94,7 @@ def convert_checkpoint(
     of about `slice_values`. calibrated: the modules that it can round with compensation; the others are rounded to
     nearest, and their outcome says so.
     edit(name, tensor) -> tensor: changes a weight before it is quantized (a merge); called with whole tensors, returns
-    the same object where it changes nothing. edit_id: names the edit; without it a killed run never resumes.
+    the same object where it changes nothing. edit_id: names edit and calibration; without it nothing is resumed.
     observe(module, first row, slice before, slice after): sees every quantized slice, one at a time.
     scales: for static activations. dequantize: take FP8 input, too. compat: `llmcompressor`, for comparisons.
     advance: called with bytes of the source that are done, out of `source.nbytes`.
@@ -108,7 +108,7 @@ def convert_checkpoint(
         source, recipe, layout, dequantize=dequantize, scales=scales, calibrated=calibrated, scale_dtype=scale_dtype
     )
     source_print = fingerprint(source)
-    once = edit is not None and edit_id is None
+    once = (edit is not None or calibrated is not None) and edit_id is None
     job = None if once else _job(source_print, plan, recipe, (edit_id, compat, max_shard_size))
     with OutputFolder(out, job) as folder:
         writer = ShardWriter(folder.path, plan.entries, max_shard_size=max_shard_size)
@@ -119,16 +119,28 @@ def convert_checkpoint(
         quantization = schema.to_quantization_config(plan.assignments, recipe, layout, shapes=_shapes(plan))
         options = {"layout": layout, "compat": compat, "edited": edit is not None}
         left_out = finish_folder(folder, source, quantization, made_by, recipe, source_print, options)
+    return summarize(source, out, writer, plan.outcomes, quantization, started, resumed=resumed, left_out=left_out)
+
+
+def summarize(
+    source: Checkpoint,
+    out: Path,
+    writer: ShardWriter,
+    outcomes: list[Outcome],
+    quantization: dict[str, Any],
+    started: float,
+    **lists: list[str],
+) -> ConversionSummary:
+    """started: time.perf_counter() of the job's first line. lists: resumed, left_out."""
     return ConversionSummary(
         out,
         bytes_in=source.nbytes,
         bytes_out=writer.total_size,
         seconds=time.perf_counter() - started,
-        outcomes=plan.outcomes,
+        outcomes=outcomes,
         files=list(writer.shards),
-        resumed=resumed,
-        left_out=left_out,
         quantization_config=quantization,
+        **lists,
     )
 
 

@@ -16,7 +16,7 @@ from octavo.formats.architectures import role
 from octavo.formats.granularity import Granularity
 from octavo.formats.recipe import Assignment, Recipe, Rule
 from octavo.store import schema
-from octavo.store.conversion import ConversionSummary, check_paths, finish_folder
+from octavo.store.conversion import ConversionSummary, check_paths, finish_folder, summarize
 from octavo.store.folder import OutputFolder, check_space
 from octavo.store.manifest import fingerprint
 from octavo.store.pieces import is_float8
@@ -79,16 +79,7 @@ def relayout(
         for m, a in assignments.items()
         if a.role not in ("other", "norm")
     ]
-    return ConversionSummary(
-        out=out,
-        bytes_in=source.nbytes,
-        bytes_out=writer.total_size,
-        seconds=time.perf_counter() - started,
-        outcomes=outcomes,
-        files=list(writer.shards),
-        left_out=left_out,
-        quantization_config=quantization,
-    )
+    return summarize(source, out, writer, outcomes, quantization, started, left_out=left_out)
 
 
 def _as_recipe(

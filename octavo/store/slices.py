@@ -114,6 +114,7 @@ class SliceWork:
             self.writer.put(piece.name, x, start)
             return size
         rule = found.rule
+        x = x.float() if x.dtype == torch.float64 else x  # the arithmetic is float32's
         scale = None
         if isinstance(rule.granularity, PerTensor):
             scale = scale_of(self._amax[self.plan.amax_group[piece.module]], rule.spec, rule.scale_format)
