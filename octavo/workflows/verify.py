@@ -22,6 +22,7 @@ from octavo.workflows.rules.model import Model
 from octavo.workflows.rules.numbers import check_numbers
 from octavo.workflows.rules.predicted import check_merged_scales, check_po2
 from octavo.workflows.rules.reference import compare_numbers
+from octavo.workflows.rules.running import check_logits, run_vllm
 from octavo.workflows.rules.scheme import Scheme, read_scheme
 from octavo.workflows.rules.shapes import check_layers, check_shapes
 
@@ -111,10 +112,15 @@ def verify(config: VerifyConfig) -> VerifyReport:
             found += local.all()
         if not config.quick:
             errors = _numbers(config, model, scheme, common)
+    probe: dict[str, object] = {}
+    if config.logits:
+        check_logits(config.folder, common)
+    if config.run_vllm is not None:
+        probe = run_vllm(config.folder, config.run_vllm, config.tp, common)
     findings = common.all() + found
     base = verdict(common.all())
     reports = {name: _worse(report, base) for name, report in reports.items()}
-    return _report(config, findings, reports, errors)
+    return _report(config, findings, reports, errors, probe)
 
 
 def _engines(config: VerifyConfig) -> dict[str, str]:
@@ -195,10 +201,9 @@ def _numbers(config: VerifyConfig, model: Model, scheme: Scheme, out: Findings) 
         check_numbers(model, scheme, out, advance)
     if config.reference is None:
         return {}
-    try:
-        reference = Checkpoint.open(config.reference)
-    except CheckpointError as error:
-        raise ConfigError(f"--reference {config.reference}", got=error.message, fix=error.fix) from None
+    from octavo.integrations.hub import resolve_model
+
+    reference = Checkpoint.open(resolve_model(config.reference))
     compare_side_files(model.checkpoint.folder, reference.folder, out)
     with progress("verify: comparing with the reference", size, unit="bytes") as advance:
         return compare_numbers(model, scheme, reference, out, advance)
@@ -211,7 +216,11 @@ def _worse(report: EngineReport, base: Verdict) -> EngineReport:
 
 
 def _report(
-    config: VerifyConfig, findings: list[Finding], engines: dict[str, EngineReport], errors: dict[str, float]
+    config: VerifyConfig,
+    findings: list[Finding],
+    engines: dict[str, EngineReport],
+    errors: dict[str, float],
+    probe: dict[str, object] | None = None,
 ) -> VerifyReport:
     return VerifyReport(
         folder=str(config.folder),
@@ -219,4 +228,5 @@ def _report(
         findings=sorted(findings, key=lambda f: ORDER[f.severity]),
         engines=engines,
         reference_error=errors,
+        probe=probe or {},
     )

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from octavo.base.errors import ConfigError
+from octavo.base.errors import CheckpointError, ConfigError
 from octavo.workflows.verify import VerifyConfig, verify
 from tests.workflows.broken import HIDDEN, decoder, matrix, quantize
 
@@ -481,7 +481,7 @@ def test_wrong_settings(tmp_path):
     ):
         with pytest.raises(ConfigError):
             verify(VerifyConfig(folder=folder, **{"gpu": "sm90"} | bad))
-    with pytest.raises(ConfigError):
+    with pytest.raises(CheckpointError):
         verify(VerifyConfig(folder=folder, gpu="sm90", reference=tmp_path / "none"))
     report = verify(VerifyConfig(folder=folder, engine="vllm", engine_version="0.99.1", gpu="sm90"))
     assert report.verdict == "warn" and found(report, "warn")[0][0] == "unknown-version"
