@@ -75,10 +75,17 @@ def write_shards(
                         if flush is not None:
                             flush.result()
                         flush, unflushed = flusher.submit(writer.sync, file), 0
-                finishing.append(flusher.submit(writer.finish_shard, file))
+                finishing.append(flusher.submit(_finish, writer, file, flush))
             for future in finishing:
                 future.result()
     finally:
         flusher.shutdown(wait=True, cancel_futures=True)
         writer.close()
     return resumed
+
+
+def _finish(writer: ShardWriter, file: str, flush: Future[None] | None) -> None:
+    """A write error is reported once, to whoever syncs first: a failed flush must not end in a successful fsync."""
+    if flush is not None:
+        flush.result()
+    writer.finish_shard(file)
