@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 from trl import SFTConfig, SFTTrainer
 
-from octavo.base.errors import ConfigError, DataError, RefusedError
+from octavo.base.errors import ConfigError, DataError, RefusedError, UnsupportedError, did_you_mean
 from octavo.base.log import Advance
 from octavo.integrations.data import TextData
 from octavo.integrations.snapshots import Snapshots
@@ -58,6 +59,27 @@ class SftOptions:
     report_to: tuple[str, ...]
 
 
+# What Trainer can report to, and the package that does it.
+REPORTERS = {
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "trackio": "trackio",
+    "mlflow": "mlflow",
+    "swanlab": "swanlab",
+}
+
+
+def check_reporters(names: Iterable[str]) -> None:
+    """ConfigError for a name nobody knows, UnsupportedError for a package that is not installed."""
+    for name in names:
+        if name not in REPORTERS:
+            raise ConfigError(f"report_to '{name}' is unknown", fix=did_you_mean(name, REPORTERS))
+        if importlib.util.find_spec(REPORTERS[name]) is None:
+            raise UnsupportedError(
+                f"report_to '{name}'", got="no such package", fix=f"Run: pip install {REPORTERS[name]}"
+            )
+
+
 class Trainer(SFTTrainer):  # type: ignore[misc]
     """SFTTrainer that hands the loss of every micro-batch, as it came out of the model, to the recorder."""
 
@@ -76,11 +98,16 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
     RefusedError before the optimizer takes it up.
     """
 
-    def __init__(self, run: RunFolder, advance: Advance, evaluate: Callable[[], float] | None, every: int) -> None:
-        self.path, self.advance, self.evaluate, self.every = run.metrics, advance, evaluate, every
+    def __init__(self, run: RunFolder) -> None:
+        self.path = run.metrics
         self.micro_losses: list[torch.Tensor] = []
         self.losses: list[float] = []
         self._started = time.monotonic()
+        self.report_to(lambda amount: None, None, 0)
+
+    def report_to(self, advance: Advance, evaluate: Callable[[], float] | None, every: int) -> None:
+        """advance: called with 1 after each step. evaluate: held-out perplexity, every so many steps; 0: never."""
+        self.advance, self.evaluate, self.every = advance, evaluate, every
 
     def keep_until(self, step: int) -> None:
         """Drop what a run wrote after the snapshot it continues from."""
@@ -187,7 +214,7 @@ def build_trainer(
 def _arguments(options: SftOptions, run: RunFolder, on_cpu: bool) -> SFTConfig:
     """Saving, logging and evaluation are ours: the trainer only trains."""
     return SFTConfig(
-        output_dir=str(run.snapshots),
+        output_dir=str(run.path),
         learning_rate=options.learning_rate,
         lr_scheduler_type=options.schedule,
         warmup_steps=options.warmup,

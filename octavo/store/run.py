@@ -20,9 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import pydantic
+from safetensors import SafetensorError
 
 from octavo.base.errors import CheckpointError, ConfigError, MismatchError, did_you_mean
 from octavo.base.report import atomic_write, read_yaml, sync_folder
+from octavo.store.folder import output_error
 from octavo.store.manifest import Manifest
 
 POLICY_VERSION = 1
@@ -182,8 +184,13 @@ def whole_folder(target: Path) -> Iterator[Path]:
         if target.exists():
             _remove(target)
         os.replace(work, target)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(work, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise output_error(target, error) from None
+        if isinstance(error, SafetensorError):  # what its writer makes of an OSError, the number in the text
+            number = re.search(r"os error (\d+)", str(error))
+            raise output_error(target, OSError(int(number[1]) if number else 0, str(error))) from None
         raise
     sync_folder(target.parent)
 

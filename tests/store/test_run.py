@@ -1,10 +1,12 @@
 """The run folder: snapshots in order, whole folders or none, the policy, unfinished runs."""
 
+import errno
 import json
 
 import pytest
+from safetensors import SafetensorError
 
-from octavo.base.errors import CheckpointError, ConfigError
+from octavo.base.errors import CheckpointError, ConfigError, InputError
 from octavo.store.run import RunFolder, whole_folder
 
 
@@ -37,6 +39,18 @@ def test_whole_folder_keeps_the_old_one_on_error(tmp_path):
         raise KeyboardInterrupt
     assert (target / "a").read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["adapter"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("I/O error: No space left (os error 28)")],
+    ids=["os", "safetensors"],
+)
+def test_full_disk_leaves_nothing(tmp_path, error):
+    with pytest.raises(InputError, match="the disk is full"), whole_folder(tmp_path / "adapter") as work:
+        (work / "half").write_text("x")
+        raise error
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_policy_round_trip_and_refusals(tmp_path):

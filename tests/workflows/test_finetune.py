@@ -7,9 +7,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from octavo.base.errors import ConfigError, DataError, MismatchError, RefusedError
+from octavo.base.errors import ConfigError, DataError, MismatchError, RefusedError, UnsupportedError
 from octavo.store.adapter import Adapter
+from octavo.store.manifest import fingerprint
 from octavo.store.run import RunFolder
+from octavo.store.scales import ModuleScales, Scales
+from octavo.store.tensors import Checkpoint
+from octavo.workflows.export import ExportConfig, export
 from octavo.workflows.finetune import FinetuneConfig, finetune
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 80
@@ -154,6 +158,38 @@ def test_chat_data(tiny_llama, tmp_path, kind):
     assert report.steps == 2 and math.isfinite(report.last_loss)
 
 
+@pytest.fixture(scope="module")
+def scales(tiny_llama, tmp_path_factory):
+    checkpoint = Checkpoint.open(tiny_llama)
+    modules = {
+        name.removesuffix(".weight"): ModuleScales(input_amax=8.0, input_scale=8 / 448)
+        for name, shape in checkpoint.shapes().items()
+        if len(shape) == 2 and "layers" in name
+    }
+    path = tmp_path_factory.mktemp("scales") / "scales.json"
+    Scales(model_fingerprint=fingerprint(checkpoint), data_fingerprint="", samples=1, tokens=1, modules=modules).write(
+        path
+    )
+    return path
+
+
+def test_static_activations_take_their_scales_along(tiny_llama, text, tmp_path, scales):
+    report = finetune(
+        settings(tiny_llama, text, tmp_path / "run", activation="static", scales=scales, max_steps=2, save_every=0)
+    )
+    assert report.activation == "static" and math.isfinite(report.last_loss)
+    assert (tmp_path / "run" / "scales.json").read_bytes() == scales.read_bytes()
+    export(ExportConfig(run=tmp_path / "run", out=tmp_path / "out", min_kept=0))
+    out = Checkpoint.open(tmp_path / "out")
+    assert float(out.get("model.layers.0.mlp.up_proj.input_scale")) == pytest.approx(8 / 448)
+
+
+def test_scales_of_another_model_are_refused(tiny_llama_128, text, tmp_path, scales):
+    with pytest.raises(MismatchError, match="another model"):
+        finetune(settings(tiny_llama_128, text, tmp_path / "run", activation="static", scales=scales))
+    assert not (tmp_path / "run").exists()
+
+
 def test_gradient_checkpointing_gives_the_same_losses(tiny_llama, text, tmp_path):
     losses = []
     for on in (False, True):
@@ -184,7 +220,7 @@ def test_raw_loss_is_written_before_the_run_stops(tmp_path):
 
     from octavo.integrations.trl import Recorder
 
-    recorder = Recorder(RunFolder(tmp_path), lambda amount: None, None, 0)
+    recorder = Recorder(RunFolder(tmp_path))
     recorder.micro_losses += [torch.tensor(1.0), torch.tensor(torch.nan)]
     with pytest.raises(RefusedError, match="loss of step 4 is nan"):
         recorder.on_pre_optimizer_step(None, TrainerState(global_step=3), None, model=torch.nn.Linear(1, 1))
@@ -224,11 +260,13 @@ def test_settings_that_cannot_work(values, words):
         ({"target_modules": ("q_prj",)}, ConfigError, "Did you mean 'q_proj'"),
         ({"target_modules": ("embed_tokens",)}, ConfigError, "takes no adapter"),
         ({"completion_only": True}, ConfigError, "no completion"),
+        ({"report_to": ("tensorbord",)}, ConfigError, "Did you mean 'tensorboard'"),
+        ({"report_to": ("swanlab",)}, UnsupportedError, "no such package"),
     ],
-    ids=["no data", "short data", "no eval data", "target", "embedding", "completion"],
+    ids=["no data", "short data", "no eval data", "target", "embedding", "completion", "reporter", "package"],
 )
-def test_bad_input_leaves_no_run_that_looks_finished(tiny_llama, text, tmp_path, more, error, words):
+def test_bad_input_leaves_no_folder(tiny_llama, text, tmp_path, more, error, words):
     out = tmp_path / "run"
     with pytest.raises(error, match=words):
         finetune(settings(tiny_llama, text, out, **more))
-    assert not (out / "adapter").exists()
+    assert not out.exists()
