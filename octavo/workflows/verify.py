@@ -15,6 +15,7 @@ from octavo.base.log import progress
 from octavo.base.report import Config, Report
 from octavo.store.tensors import Checkpoint
 from octavo.workflows.rules.engine import Target
+from octavo.workflows.rules.expected import check_layers
 from octavo.workflows.rules.files import check_files, check_side_files, check_tensors, compare_side_files
 from octavo.workflows.rules.findings import Finding, Findings, Verdict, verdict
 from octavo.workflows.rules.judge import ENGINES, Judgement, judge, known_version, parse_version
@@ -24,7 +25,7 @@ from octavo.workflows.rules.predicted import check_merged_scales, check_po2
 from octavo.workflows.rules.reference import compare_numbers
 from octavo.workflows.rules.running import check_logits, run_vllm
 from octavo.workflows.rules.scheme import Scheme, read_scheme
-from octavo.workflows.rules.shapes import check_layers, check_shapes
+from octavo.workflows.rules.shapes import check_shapes
 
 
 class VerifyConfig(Config):

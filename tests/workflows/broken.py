@@ -92,6 +92,8 @@ def decoder(model_type="llama", *, layers=1, inter=INTER, heads=4, kv=2, dim=64,
             "o_proj": (HIDDEN, heads * dim),
         }
         add(folder, f"{at}.self_attn", shapes)
+        for norm in ("q_norm", "k_norm") if model_type.startswith("qwen3") else ():
+            folder.tensors[f"{at}.self_attn.{norm}.weight"] = torch.ones(dim).bfloat16()
         _add_mlp(folder, at, model_type, inter, experts)
         for norm in ("input_layernorm", "post_attention_layernorm"):
             folder.tensors[f"{at}.{norm}.weight"] = torch.ones(HIDDEN).bfloat16()

@@ -465,6 +465,24 @@ def test_too_broken_to_read_is_a_verdict(tmp_path):
     check(path, "truncated")
 
 
+@pytest.mark.parametrize("name", ["self_attn.v_proj", "mlp.up_proj", "self_attn.q_norm", "input_layernorm"])
+def test_missing_weight(name, tmp_path):
+    folder = quantize(decoder("qwen3"), "block")
+    folder.tensors = {n: x for n, x in folder.tensors.items() if not n.startswith(f"model.layers.0.{name}.")}
+    for engine in ("vllm", "transformers"):
+        assert ("weight-missing", f"model.layers.0.{name}.weight") in found(run(folder, tmp_path, engine), "error")
+
+
+def test_missing_embedding_head_and_prefix(tmp_path):
+    for name in ("model.embed_tokens", "model.norm", "lm_head"):
+        folder = quantize(decoder("qwen3"), "ct-channel")
+        del folder.tensors[f"{name}.weight"]
+        assert any(name in w for _, w in found(run(folder, tmp_path), "error"))
+    folder = quantize(decoder("qwen3"), "ct-channel")
+    folder.rename("model.", "model.language_model.")
+    assert "name-prefix" in dict(found(run(folder, tmp_path), "error"))
+
+
 def test_missing_layer(tmp_path):
     folder = quantize(decoder("qwen3", layers=2), "block")
     folder.config["num_hidden_layers"] = 3

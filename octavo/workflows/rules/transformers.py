@@ -18,6 +18,7 @@ from octavo.workflows.rules.engine import (
     exact_or_regex,
     experts_block,
     listed,
+    stacked_only,
     transformers_skip,
 )
 from octavo.workflows.rules.findings import CONFIG, REQUANTIZE, Findings
@@ -35,6 +36,8 @@ NATIVE_SM = (8, 9)
 DEFAULT_BLOCK = (128, 128)
 # The loader renames these leaves before it looks for parameters.
 RENAMES = {"scale": "weight_scale_inv", "qscale_weight": "weight_scale_inv"}
+# Families without a mapping from per-expert names to their stacked parameters.
+STACKED_EXPERTS = frozenset({"gpt_oss", "llama4"})
 # Routers that are a plain nn.Linear in the model's code, so that they are converted like any other.
 LINEAR_ROUTERS = frozenset({"shared_expert_gate"})
 
@@ -54,6 +57,8 @@ def plan(model: Model, scheme: Scheme, target: Target, out: Findings) -> Plan:
         fix = "Quantize the 16-bit model as compressed-tensors: `octavo quantize MODEL OUT --layout ct`."
         out.error("quant-method", f"{scheme.key}.quant_method modelopt", text, fix)
         result.refused.update(model.modules)
+        return result
+    stacked_only(model, STACKED_EXPERTS, VOICE.name, result, out)
     return result
 
 

@@ -23,6 +23,7 @@ from octavo.workflows.rules.engine import (
     experts_block,
     listed,
     modelopt_exclude,
+    stacked_only,
 )
 from octavo.workflows.rules.findings import CONFIG, REQUANTIZE, Findings
 from octavo.workflows.rules.model import Model, Module
@@ -51,6 +52,8 @@ WRAPPER_PREFIXES = (
 MODELOPT_TOWERS = ("vision_tower", "vision_model", "vit_large_projector")
 # DeepGEMM is switched off for these: requantized scales cost them too much accuracy.
 NO_DEEP_GEMM = frozenset({"qwen3_5", "qwen3_5_moe"})
+# Loaders that know no per-expert names.
+STACKED_EXPERTS = frozenset({"gpt_oss"})
 # Expert blocks re-grid their block scales down to 32 from this release on.
 REFINE_SINCE = (0, 32)
 
@@ -69,6 +72,7 @@ def plan(model: Model, scheme: Scheme, target: Target, out: Findings) -> Plan:
         _compressed_tensors(model, scheme, result, out)
     elif scheme.method == "modelopt":
         _modelopt(model, scheme, result, out)
+    stacked_only(model, STACKED_EXPERTS, VOICE.name, result, out)
     return result
 
 
