@@ -56,5 +56,6 @@ def _lines(report: VerifyReport) -> list[object]:
     if rows:
         lines.append(table(("engine", "GPU", "verdict", "mode", "kernel"), rows))
     if report.fixed:
-        lines.append(f"repaired copy: {report.fixed}")
+        lines += [f"repaired: {change}" for change in report.changes]
+        lines.append(f"repaired copy: {report.fixed}, verdict: {report.fixed_verdict}")
     return [*lines, f"verdict: {report.verdict}"]

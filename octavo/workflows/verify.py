@@ -23,6 +23,7 @@ from octavo.workflows.rules.model import Model
 from octavo.workflows.rules.numbers import check_numbers
 from octavo.workflows.rules.predicted import check_merged_scales, check_po2
 from octavo.workflows.rules.reference import compare_numbers
+from octavo.workflows.rules.repair import repair
 from octavo.workflows.rules.running import check_logits, run_vllm
 from octavo.workflows.rules.scheme import Scheme, read_scheme
 from octavo.workflows.rules.shapes import check_shapes
@@ -72,7 +73,11 @@ class EngineReport(pydantic.BaseModel):
 
 
 class VerifyReport(Report):
-    """verdict: the worst of all. findings: worst first. reference_error: relative, per FP8 module, of `--reference`."""
+    """verdict: the worst of all. findings: worst first. reference_error: relative, per FP8 module, of `--reference`.
+
+    probe: the answer of `--run-vllm`. fixed, changes, fixed_verdict: of `--fix`: the new folder, what was changed, and
+    the verdict on it; an error there needs quantizing again.
+    """
 
     folder: str
     verdict: Verdict
@@ -81,6 +86,8 @@ class VerifyReport(Report):
     reference_error: dict[str, float] = Field(default_factory=dict)
     probe: dict[str, object] = Field(default_factory=dict)
     fixed: str | None = None
+    changes: list[str] = Field(default_factory=list)
+    fixed_verdict: Verdict | None = None
 
 
 ORDER = {"error": 0, "warn": 1, "info": 2}
@@ -121,7 +128,17 @@ def verify(config: VerifyConfig) -> VerifyReport:
     findings = common.all() + found
     base = verdict(common.all())
     reports = {name: _worse(report, base) for name, report in reports.items()}
-    return _report(config, findings, reports, errors, probe)
+    report = _report(config, findings, reports, errors, probe)
+    return _repaired(config, checkpoint, report) if config.fix is not None else report
+
+
+def _repaired(config: VerifyConfig, checkpoint: Checkpoint, report: VerifyReport) -> VerifyReport:
+    """Write the repaired copy and judge it the same way."""
+    assert config.fix is not None
+    done = repair(checkpoint, read_scheme(checkpoint, Findings()), config.fix)
+    again = verify(config.model_copy(update={"folder": config.fix, "fix": None, "run_vllm": None}))
+    update = {"fixed": str(config.fix), "changes": done.changes, "fixed_verdict": again.verdict}
+    return report.model_copy(update=update)
 
 
 def _engines(config: VerifyConfig) -> dict[str, str]:
