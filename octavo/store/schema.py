@@ -98,10 +98,12 @@ def to_quantization_config(
     """
     check_layout(layout, recipe)
     skip = skip_list(assignments, shapes)
-    granularities: dict[Granularity, list[str]] = {recipe.rule.granularity: []}
+    granularities: dict[Granularity, list[str]] = {}
     for module, decision in assignments.items():
         if decision.rule is not None:
             granularities.setdefault(decision.rule.granularity, []).append(module)
+    # The class last: compressed_tensors stops at the first target that matches, and warns about every name behind it.
+    granularities[recipe.rule.granularity] = granularities.pop(recipe.rule.granularity, [])
     if layout == "native":
         block = recipe.rule.granularity
         return {

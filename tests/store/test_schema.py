@@ -53,17 +53,34 @@ def test_ct_validates_with_its_own_models(scheme, activation):
     assert (inputs is None) == (activation == "none")
 
 
-def test_block_fallback_is_a_second_group_by_name():
+def test_block_fallback_is_a_group_by_name():
     config = config_of(Recipe.named("block128"), "ct")
     schema.validate_ct(config)
     groups = config["config_groups"]
-    assert groups["group_0"]["targets"] == ["Linear"]
-    assert groups["group_1"]["targets"] == [f"{ATTENTION}{p}_proj" for p in "kqv"]
-    assert groups["group_1"]["weights"]["strategy"] == "channel"
-    assert groups["group_1"]["input_activations"]["strategy"] == "token"
+    assert groups["group_0"]["targets"] == [f"{ATTENTION}{p}_proj" for p in "kqv"]
+    assert groups["group_0"]["weights"]["strategy"] == "channel"
+    assert groups["group_0"]["input_activations"]["strategy"] == "token"
+    assert groups["group_1"]["targets"] == ["Linear"]
     stored = schema.parse_quantization_config(config)
     assert stored.group_of(f"{ATTENTION}k_proj").granularity == PerRow()
     assert stored.group_of(f"{ATTENTION}o_proj").granularity == PerBlock(128, 128)
+
+
+def test_compressed_tensors_finds_every_named_target(caplog):
+    """What it does to a model in Transformers: the right scheme for each linear, and no warning about a name."""
+    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+
+    model = torch.nn.Module()
+    model.k_proj, model.o_proj = torch.nn.Linear(256, 64), torch.nn.Linear(256, 256)
+    recipe = Recipe.named("block128")
+    shapes = {"q_proj.weight": (256, 256), "k_proj.weight": (64, 256), "o_proj.weight": (256, 256)}
+    config = schema.to_quantization_config(recipe.assign(shapes, layout="ct"), recipe, "ct", shapes=shapes)
+    config["config_groups"]["group_0"]["targets"].remove("q_proj")
+    with caplog.at_level("WARNING"):
+        apply_quantization_config(model, QuantizationConfig.model_validate(config), show_progress=False)
+    assert model.k_proj.quantization_scheme.weights.strategy == "channel"
+    assert model.o_proj.quantization_scheme.weights.strategy == "block"
+    assert "Could not match `k_proj`" not in caplog.text
 
 
 def test_compressed_tensors_prefers_names_to_classes():
