@@ -22,6 +22,7 @@ from octavo.cli.common import Result
 from octavo.cli.doctor import doctor
 from octavo.cli.errors import BROKEN_PIPE, INTERRUPTED, explained, show_error, show_traceback
 from octavo.cli.eval import evaluate
+from octavo.cli.explain import explain
 from octavo.cli.export import export
 from octavo.cli.finetune import finetune
 from octavo.cli.quantize import quantize
@@ -62,6 +63,7 @@ app.command()(export)
 app.command()(verify)
 app.command("eval")(evaluate)
 app.command()(serve)
+app.command()(explain)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -83,13 +85,23 @@ def run(argv: Sequence[str]) -> int:
 
 def _run(argv: list[str], as_json: bool) -> int:
     start_logging()
-    if not sys.stderr.isatty():
-        os.environ.setdefault("TQDM_DISABLE", "1")  # bars of the libraries below; read when tqdm is imported
+    _calm_libraries()
     with redirect_stdout(sys.stderr) if as_json else nullcontext():
         outcome = app(args=argv, prog_name="octavo", standalone_mode=False)
     if outcome == INTERRUPTED:  # Typer's answer to Ctrl-C
         raise KeyboardInterrupt
     return _show(outcome, as_json) if isinstance(outcome, Result) else int(outcome or 0)
+
+
+def _calm_libraries() -> None:
+    """Settings that libraries read when they are imported; what the user has set stays.
+
+    OpenMP threads spin at barriers: on a machine that others use too, the same work took up to 100 times as long.
+    Progress bars belong on a terminal.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")
 
 
 def main() -> NoReturn:

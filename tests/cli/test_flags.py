@@ -15,6 +15,7 @@ CONFIGS = {
     "calibrate": "octavo.workflows.calibrate:CalibrateConfig",
     "doctor": "octavo.workflows.doctor:DoctorConfig",
     "eval": "octavo.workflows.evaluate:EvaluateConfig",
+    "explain": "octavo.workflows.explain:ExplainConfig",
     "export": "octavo.workflows.export:ExportConfig",
     "finetune": "octavo.workflows.finetune:FinetuneConfig",
     "quantize": "octavo.workflows.quantize:QuantizeConfig",
