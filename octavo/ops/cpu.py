@@ -22,7 +22,7 @@ from octavo.formats.scaled import ScaledTensor
 from octavo.formats.spec import SPECS, FloatSpec
 from octavo.ops import reference
 
-SLICE = 1 << 17  # elements per thread: 512 KiB of float32
+SLICE = 1 << 18  # elements per thread: 1 MiB of float32
 PANEL = 1 << 20  # elements of a weight decoded at once: small panels and the matrix product fight for the cache
 PANEL_ROWS = 256  # below this many rows of the weight a product spends its time packing x
 _INTS = {2: torch.int16, 4: torch.int32}
