@@ -26,6 +26,7 @@ from octavo.cli.explain import explain
 from octavo.cli.export import export
 from octavo.cli.finetune import finetune
 from octavo.cli.quantize import quantize
+from octavo.cli.quickstart import quickstart
 from octavo.cli.serve import serve
 from octavo.cli.verify import verify
 
@@ -55,6 +56,7 @@ def _octavo(
         print(ctx.get_help())
 
 
+app.command()(quickstart)
 app.command()(doctor)
 app.command()(calibrate)
 app.command()(quantize)

@@ -19,6 +19,7 @@ CONFIGS = {
     "export": "octavo.workflows.export:ExportConfig",
     "finetune": "octavo.workflows.finetune:FinetuneConfig",
     "quantize": "octavo.workflows.quantize:QuantizeConfig",
+    "quickstart": "octavo.pipelines.quickstart:QuickstartConfig",
     "serve": "octavo.workflows.serve:ServeConfig",
     "verify": "octavo.workflows.verify:VerifyConfig",
 }

@@ -1,0 +1,70 @@
+"""quickstart: end to end on a tiny model, resumed, refused; and the real thing."""
+
+import json
+import shlex
+import time
+from pathlib import Path
+
+import pytest
+
+from octavo.cli.main import run
+from octavo.pipelines import quickstart as pipeline
+from octavo.store.tensors import Checkpoint
+
+KEYS = ["bf16_ppl", "fp8_ppl", "finetuned_ppl", "exported_ppl", "exported_dir", "verify", "seconds"]
+
+
+def quickstart(capsys, out, model):
+    code = run(["quickstart", "--out", str(out), "--model", str(model), "--json"])
+    stdout, stderr = capsys.readouterr()
+    return code, json.loads(stdout.splitlines()[-1]), stderr
+
+
+@pytest.mark.slow
+def test_tiny_model_end_to_end(tiny_llama, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(pipeline, "SAMPLES", 2)
+    monkeypatch.setattr(pipeline, "EVAL_TOKENS", 1024)
+    monkeypatch.setitem(pipeline.QUICK, "max_steps", 3)
+    out = tmp_path / "out"
+    code, report, shown = quickstart(capsys, out, tiny_llama)
+    assert code == 0 and list(report) == KEYS
+    assert report["verify"] == "ok" and report["exported_dir"] == str(out / "model")
+    assert report["finetuned_ppl"] < report["fp8_ppl"]
+    assert report["exported_ppl"] == pytest.approx(report["finetuned_ppl"], rel=0.05)
+    assert "quantization_config" in Checkpoint.open(out / "model").config
+    command = shlex.split(shown.splitlines()[-1])
+    assert command[command.index("vllm") : command.index("vllm") + 3] == ["vllm", "serve", str(out / "model")]
+
+    started = time.monotonic()
+    code, again, shown = quickstart(capsys, out, tiny_llama)
+    assert code == 0 and again == report
+    assert shown.count("done before") == 7 and time.monotonic() - started < 10
+
+    code, refused, _ = quickstart(capsys, out, "demo")
+    assert code == 2 and refused["error"]["code"] == "mismatch"
+
+
+def test_missing_model_leaves_nothing(tmp_path, capsys):
+    code, report, _ = quickstart(capsys, tmp_path / "out", tmp_path / "no-such-model")
+    assert code == 2 and report["error"]["code"] == "bad-checkpoint"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folder_with_something_else_is_refused(tmp_path, capsys, tiny_llama):
+    (tmp_path / "mine.txt").write_text("keep")
+    code, report, _ = quickstart(capsys, tmp_path, tiny_llama)
+    assert code == 2 and "not made by this command" in report["error"]["message"]
+    assert [path.name for path in Path(tmp_path).iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_the_real_thing(tmp_path, capsys, demo_model):
+    """What the README promises. The time is counted in CPU seconds: two cores for six minutes are 720 of them."""
+    code, report, _ = quickstart(capsys, tmp_path / "out", "demo")
+    assert code == 0 and report["verify"] == "ok"
+    assert 0 < report["fp8_ppl"] / report["bf16_ppl"] - 1 < 0.05
+    assert report["finetuned_ppl"] < 0.9 * report["bf16_ppl"]
+    assert report["exported_ppl"] == pytest.approx(report["finetuned_ppl"], rel=0.03)
+    phases = json.loads((tmp_path / "out" / "quickstart.json").read_text())["phases"]
+    assert sum(phase["cpu_seconds"] for phase in phases.values()) < 600
