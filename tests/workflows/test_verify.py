@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from octavo.base.errors import CheckpointError, ConfigError
+from octavo.formats.reference import decode
+from octavo.formats.spec import E4M3
+from octavo.workflows.rules.scan import as_float32, decode_fast
 from octavo.workflows.verify import VerifyConfig, verify
 from tests.workflows.broken import HIDDEN, decoder, matrix, quantize
 
@@ -526,6 +529,18 @@ def test_same_defect_in_many_places_is_counted(tmp_path):
     report = run(folder, tmp_path)
     assert sum(f.code == "scale-missing" for f in report.findings) == 21
     assert any("more like this" in f.message for f in report.findings)
+
+
+def test_fast_decode_is_exact():
+    codes = torch.arange(256, dtype=torch.uint8)
+    expected = decode(codes, E4M3)
+    assert torch.equal(torch.from_numpy(decode_fast(codes.numpy())), expected.nan_to_num(480.0) * expected_sign(codes))
+    x = torch.tensor([1.5, -0.0, 3e38, 1e-40]).bfloat16()
+    assert torch.equal(torch.from_numpy(as_float32(x)), x.float())
+
+
+def expected_sign(codes):
+    return torch.where(codes == 0xFF, -1.0, 1.0)
 
 
 def test_transposed_square_channel_matrix(tmp_path):
