@@ -89,9 +89,30 @@ def pristine(tmp_path_factory):
     return folders
 
 
-@settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
+def settings_for(examples):
+    return settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@settings_for(150)
 @given(st.data())
 def test_mutated_config_and_index_never_crash(pristine, data):
+    mutate_json(pristine, data)
+
+
+@settings_for(100)
+@given(st.data())
+def test_mutated_headers_never_crash(pristine, data):
+    mutate_header(pristine, data)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("which", ["json", "header"])
+def test_mutations_for_hours(which, pristine):
+    settings_for(50_000)(given(st.data())(lambda data: MUTATIONS[which](pristine, data)))()
+
+
+def mutate_json(pristine, data):
     folder = pristine[data.draw(st.sampled_from(sorted(pristine)))]
     file = folder / data.draw(st.sampled_from(["config.json", "model.safetensors.index.json"]))
     original = file.read_text()
@@ -115,9 +136,7 @@ def test_mutated_config_and_index_never_crash(pristine, data):
     assert report.verdict in ("ok", "warn", "error")
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.data())
-def test_mutated_headers_never_crash(pristine, data):
+def mutate_header(pristine, data):
     file = pristine["ct-static"] / "model-00001-of-00002.safetensors"
     original = file.read_bytes()
     size = int.from_bytes(original[:8], "little") + 8
@@ -130,3 +149,6 @@ def test_mutated_headers_never_crash(pristine, data):
     finally:
         file.write_bytes(original)
     assert report.verdict in ("ok", "warn", "error")
+
+
+MUTATIONS = {"json": mutate_json, "header": mutate_header}
