@@ -137,7 +137,7 @@ class OctavoQuantizer(HfQuantizer):  # type: ignore[misc]
                 model.set_submodule(name, self._replacement(name, module))
         if self.plan.scheme.groups:
             known = model._keys_to_ignore_on_load_unexpected or ()
-            scale_keys = {r"\.weight_scale(_inv)?$", r"\.(input|k|v)_scale$"}
+            scale_keys = {r"(\.weight|_proj)_scale(_inv)?$", r"\.(input|k|v)_scale$"}
             model._keys_to_ignore_on_load_unexpected = {*known, *scale_keys}
 
     def _replacement(self, name: str, module: nn.Module) -> nn.Module:
@@ -202,6 +202,8 @@ class OctavoQuantizer(HfQuantizer):  # type: ignore[misc]
     def arrived(self, name: str, tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Tensors for the parameter `name`: one under its own name, or lists of experts by converter pattern."""
         module, _, leaf = name.rpartition(".")
+        if leaf.endswith("_scale"):
+            return {}  # comes with its weight; Transformers 5.17 takes an expert's for a weight
         if leaf in _STACKS and not self.plan.modules[module].disk:
             found = list(tensors.values())
             stack = found[0][0] if isinstance(found[0], list) else found[0]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import prod
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 
 import torch
 from torch import nn
@@ -20,8 +22,10 @@ from octavo.store.scales import Scales
 from octavo.store.schema import read_scaled
 from octavo.store.tensors import Checkpoint
 
-# Float32 copies of this many values at a time: 64 MB each.
+# Values at a time: on a CPU few enough for its cache.
+SLICES = {"cpu": 1 << 19}
 SLICE = 1 << 24
+OWN_PAGES = 1 << 18
 
 Tensors = dict[str, torch.Tensor]
 
@@ -33,13 +37,12 @@ def quantize_in_slices(x: torch.Tensor, rule: Rule, name: str, scale: torch.Tens
     """
     if rule.method == "absmax" and isinstance(rule.granularity, PerTensor) and scale is None:
         scale = scale_of(amax_in_slices([x], name), rule.spec, rule.scale_format)
-    tile = rule.granularity.tile[0]
-    step = max(SLICE // max(x.shape[1], 1), 1)
-    step = -(-step // tile) * tile if tile else (step if scale is not None else x.shape[0])
-    if len(x) <= step:
-        _check_finite(x, name)
+    if not x.numel():
         return quantize(x, rule, scale=scale)
-    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+    tile = rule.granularity.tile[0]
+    step = _rows(x)
+    step = -(-step // tile) * tile if tile else (step if scale is not None else len(x))
+    codes = _codes(tuple(x.shape), x.device)
     scales = []
     for start in range(0, len(x), step):
         part = x[start : start + step]
@@ -55,16 +58,33 @@ def amax_in_slices(tensors: list[torch.Tensor], name: str) -> torch.Tensor:
     """The largest magnitude of several matrices, float32, scalar."""
     parts = []
     for x in tensors:
-        for part in torch.split(x, max(SLICE // max(x.shape[1], 1), 1)):
-            _check_finite(part, name)
-            parts.append(PerTensor().amax(part).to(tensors[0].device))
+        for part in torch.split(x, _rows(x)):
+            parts.append(_check_finite(part, name).to(tensors[0].device))
     return torch.stack(parts).max()
 
 
-def _check_finite(x: torch.Tensor, name: str) -> None:
-    if not bool(torch.isfinite(x).all()):
-        kind = "NaN" if bool(torch.isnan(x).any()) else "Inf"
+def _codes(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Uninitialized codes. On a CPU large ones get pages of their own: among temporaries that come and go, the C
+    library's heap would grow to twice the size of the model, and keep it."""
+    size = prod(shape)
+    if device.type != "cpu" or size < OWN_PAGES:
+        return torch.empty(shape, dtype=torch.uint8, device=device)
+    return torch.frombuffer(mmap(-1, size, MAP_PRIVATE | MAP_ANONYMOUS), dtype=torch.uint8).view(shape)
+
+
+def _rows(x: torch.Tensor) -> int:
+    return max(SLICES.get(x.device.type, SLICE) // max(x.shape[1], 1), 1)
+
+
+def _check_finite(x: torch.Tensor, name: str) -> torch.Tensor:
+    """The largest magnitude of x, float32."""
+    if not x.numel():
+        return torch.zeros((), device=x.device)
+    amax = x.abs().amax().float()
+    if not bool(torch.isfinite(amax)):
+        kind = "NaN" if bool(torch.isnan(amax)) else "Inf"
         raise CheckpointError(f"tensor {name}", got=kind, need="finite weights", fix="Fetch the checkpoint again.")
+    return amax
 
 
 @dataclass
@@ -84,8 +104,10 @@ class Streamer:
         plan = self.plan.modules[module]
         if plan.stored:
             assert self.checkpoint is not None
-            q = read_scaled(self.checkpoint, plan.disk, self.plan.scheme).to(x.device)
-            return self._parameters(module, plan, ScaledTensor(q.codes.clone(), q.scale.clone(), q.spec, q.granularity))
+            q = read_scaled(self.checkpoint, plan.disk, self.plan.scheme)
+            codes = _codes(tuple(q.shape), x.device).copy_(q.codes)
+            scale = q.scale.to(x.device, copy=True)  # the file stays mapped only as long as somebody looks at it
+            return self._parameters(module, plan, ScaledTensor(codes, scale, q.spec, q.granularity))
         group = self._common_scale_group(module)
         if len(group) == 1:
             return self._parameters(
@@ -109,7 +131,7 @@ class Streamer:
         name, device = f"{module}.{leaf}", parts[0][0].device
         disk = list(self.plan.disk_modules(name).values())
         shards, experts, (rows, cols) = len(parts), len(parts[0]), parts[0][0].shape
-        codes = torch.empty((experts, shards * rows, cols), dtype=torch.uint8, device=device)
+        codes = _codes((experts, shards * rows, cols), device)
         shape = (experts, shards, *plan.rule.granularity.scale_shape((rows, cols)))
         scales = torch.empty(shape, dtype=torch.float32, device=device)
         for expert in range(experts):
