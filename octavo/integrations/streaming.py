@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from math import prod
-from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cache
 
 import torch
 from torch import nn
@@ -25,7 +26,9 @@ from octavo.store.tensors import Checkpoint
 # Values at a time: on a CPU few enough for its cache.
 SLICES = {"cpu": 1 << 19}
 SLICE = 1 << 24
-OWN_PAGES = 1 << 18
+# Bytes of codes after which memory that the C library holds back is returned: among codes that stay, temporaries leave
+# holes, and the heap would grow to twice the size of the model.
+TRIM_EVERY = 1 << 26
 
 Tensors = dict[str, torch.Tensor]
 
@@ -42,11 +45,12 @@ def quantize_in_slices(x: torch.Tensor, rule: Rule, name: str, scale: torch.Tens
     tile = rule.granularity.tile[0]
     step = _rows(x)
     step = -(-step // tile) * tile if tile else (step if scale is not None else len(x))
-    codes = _codes(tuple(x.shape), x.device)
+    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     scales = []
     for start in range(0, len(x), step):
         part = x[start : start + step]
-        _check_finite(part, name)
+        if scale is None:  # whoever gave one has looked at all values
+            _check_finite(part, name)
         q = quantize(part, rule, scale=scale)
         codes[start : start + step] = q.codes
         scales.append(q.scale)
@@ -63,13 +67,11 @@ def amax_in_slices(tensors: list[torch.Tensor], name: str) -> torch.Tensor:
     return torch.stack(parts).max()
 
 
-def _codes(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Uninitialized codes. On a CPU large ones get pages of their own: among temporaries that come and go, the C
-    library's heap would grow to twice the size of the model, and keep it."""
-    size = prod(shape)
-    if device.type != "cpu" or size < OWN_PAGES:
-        return torch.empty(shape, dtype=torch.uint8, device=device)
-    return torch.frombuffer(mmap(-1, size, MAP_PRIVATE | MAP_ANONYMOUS), dtype=torch.uint8).view(shape)
+@cache
+def _malloc_trim() -> Callable[[int], int]:
+    """glibc's; elsewhere nothing."""
+    found: Callable[[int], int] = getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: 0)
+    return found
 
 
 def _rows(x: torch.Tensor) -> int:
@@ -98,6 +100,7 @@ class Streamer:
     checkpoint: Checkpoint | None
     scales: Scales | None = None
     held: Tensors = field(default_factory=dict)
+    untrimmed: int = 0
 
     def linear(self, module: str, x: torch.Tensor) -> Tensors:
         """The weight of a linear arrived: its parameters, by full name; {} while siblings are missing."""
@@ -105,8 +108,8 @@ class Streamer:
         if plan.stored:
             assert self.checkpoint is not None
             q = read_scaled(self.checkpoint, plan.disk, self.plan.scheme)
-            codes = _codes(tuple(q.shape), x.device).copy_(q.codes)
-            scale = q.scale.to(x.device, copy=True)  # the file stays mapped only as long as somebody looks at it
+            # Copies: the file stays mapped only as long as somebody looks at it.
+            codes, scale = q.codes.to(x.device, copy=True), q.scale.to(x.device, copy=True)
             return self._parameters(module, plan, ScaledTensor(codes, scale, q.spec, q.granularity))
         group = self._common_scale_group(module)
         if len(group) == 1:
@@ -122,7 +125,7 @@ class Streamer:
         result: Tensors = {}
         for sibling in group:
             q = quantize_in_slices(waiting.pop(sibling), plan.rule, self._name(sibling), scale.to(x.device))
-            result |= self._parameters(sibling, self.plan.modules[sibling], q)
+            result |= self._parameters(sibling, self.plan.modules[sibling], replace(q, scale=q.scale.clone()))
         return result
 
     def experts(self, module: str, leaf: str, parts: list[list[torch.Tensor]]) -> Tensors:
@@ -131,7 +134,7 @@ class Streamer:
         name, device = f"{module}.{leaf}", parts[0][0].device
         disk = list(self.plan.disk_modules(name).values())
         shards, experts, (rows, cols) = len(parts), len(parts[0]), parts[0][0].shape
-        codes = _codes((experts, shards * rows, cols), device)
+        codes = torch.empty((experts, shards * rows, cols), dtype=torch.uint8, device=device)
         shape = (experts, shards, *plan.rule.granularity.scale_shape((rows, cols)))
         scales = torch.empty(shape, dtype=torch.float32, device=device)
         for expert in range(experts):
@@ -147,9 +150,11 @@ class Streamer:
                     q = quantize_in_slices(matrix, plan.rule, name, common)
                 codes[expert, shard * rows : (shard + 1) * rows] = q.codes
                 scales[expert, shard] = q.scale
+        self._count(codes.numel())
         return {name: FrozenParameter(codes), f"{name}_scale": FrozenParameter(scales)}
 
     def _parameters(self, module: str, plan: ModulePlan, q: ScaledTensor) -> Tensors:
+        self._count(q.nbytes)
         result: Tensors = {
             f"{module}.weight": FrozenParameter(q.codes),
             f"{module}.weight_scale": FrozenParameter(q.scale.reshape(q.scale.shape or (1,))),
@@ -158,6 +163,12 @@ class Streamer:
             value = torch.tensor([self._input_scale(module, plan)], dtype=torch.float32, device=q.codes.device)
             result[f"{module}.input_scale"] = FrozenParameter(value)
         return result
+
+    def _count(self, nbytes: int) -> None:
+        self.untrimmed += nbytes
+        if self.untrimmed >= TRIM_EVERY:
+            self.untrimmed = 0
+            _malloc_trim()(0)
 
     def _input_scale(self, module: str, plan: ModulePlan) -> float:
         if self.scales is not None:

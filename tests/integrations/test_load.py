@@ -121,11 +121,33 @@ def test_saved_folder_loads_everywhere(tiny_llama_128, tmp_path, recipe):
     assert_same_codes(model, again)
     assert torch.equal(logits(model), logits(again))
 
+
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
+@pytest.mark.parametrize("recipe", ["channel", "block128", "tensor"])
+def test_transformers_alone_reads_the_saved_weights(tiny_llama_128, tmp_path, recipe):
+    octavo.load(tiny_llama_128, recipe, device="cpu").save_pretrained(tmp_path)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=CompressedTensorsConfig(dequantize=True))
     weight_only = octavo.load(tmp_path, device="cpu", activation="none")
-    # Both multiply the same values; Transformers holds code * scale rounded to bfloat16: half an ulp, 2**-9 a weight.
-    octavo_logits, plain_logits = logits(weight_only), logits(plain)
-    assert (octavo_logits - plain_logits).norm() <= 0.03 * plain_logits.norm()
+    expected = logits(plain)  # some versions decompress in the first forward
+    modules = float8_modules(weight_only)
+    for name, module in modules.items():
+        found, exact = plain.get_submodule(name).weight.float(), module.dequantize(torch.float32)
+        # Up to three roundings to bfloat16, 2**-8 each: Transformers 5.17 rounds the scale too.
+        assert torch.allclose(found, exact, rtol=3 * 2**-8, atol=0), name
+    if not any(hasattr(module, "quantization_scheme") for module in plain.modules()):  # else it quantizes activations
+        # One product is off by bfloat16's 2**-8: Octavo rounds after it, Transformers the weight before it.
+        error = (logits(weight_only) - expected).norm() / expected.norm()
+        assert error <= len(modules) ** 0.5 * 2**-8
+
+
+@pytest.mark.parametrize("recipe", ["channel", "block128", "tensor"])
+def test_transformers_alone_runs_the_saved_folder(tiny_llama_128, tmp_path, recipe):
+    model = octavo.load(tiny_llama_128, recipe, device="cpu")
+    model.save_pretrained(tmp_path)
+    expected, found = logits(model), logits(AutoModelForCausalLM.from_pretrained(tmp_path))
+    original = logits(AutoModelForCausalLM.from_pretrained(tiny_llama_128))
+    # Two W8A8 simulations round a few activations to other codes: they differ by less than either from BF16.
+    assert (found - expected).norm() < (original - expected).norm()
 
 
 def test_moe_experts_are_float8_and_the_router_is_not(tiny_moe):
@@ -259,6 +281,22 @@ def test_lora_trains_through_trainer(tiny_llama, tmp_path):
     for name, module in float8_modules(peft).items():
         leaf = name.removeprefix("base_model.model.").removesuffix(".base_layer")
         assert torch.equal(module.weight, before[f"{leaf}.weight"])
+
+
+@pytest.mark.slow
+def test_the_demo_model_answers_in_float8(demo_model):
+    from transformers import AutoTokenizer
+
+    model, tokenizer = octavo.load("demo", device="cpu", activation="none"), AutoTokenizer.from_pretrained(demo_model)
+    modules = float8_modules(model).values()
+    assert len(modules) == 210
+    wide = sum(module.weight.numel() * 2 for module in modules)
+    stored = sum(p.numel() * p.element_size() for module in modules for p in module.parameters())
+    assert wide / stored > 1.95
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    ids = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    answer = model.generate(**ids, max_new_tokens=8, do_sample=False)[0, ids["input_ids"].shape[1] :]
+    assert "Paris" in tokenizer.decode(answer)
 
 
 class TestRefusals:

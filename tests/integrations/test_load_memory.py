@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 MB = 1 << 20
-HIDDEN, WIDTH, VOCAB, LAYERS = 1024, 4096, 8192, 32
+HIDDEN, WIDTH, VOCAB, LAYERS = 1024, 4096, 8192, 24
 
 CHILD = """
 import json, sys, threading, time
@@ -45,7 +45,7 @@ print(json.dumps({"rise": peak - before, "size": size}))
 
 @pytest.fixture(scope="module")
 def shuffled(tmp_path_factory):
-    """A 1.1 GB Llama in BF16, its tensors in random order over seven shards, so that siblings lie far apart."""
+    """A 0.9 GB Llama in BF16, its tensors in random order over seven shards, so that siblings lie far apart."""
     folder = tmp_path_factory.mktemp("shuffled")
     shapes = {"model.embed_tokens.weight": (VOCAB, HIDDEN), "lm_head.weight": (VOCAB, HIDDEN)}
     shapes["model.norm.weight"] = (HIDDEN,)
