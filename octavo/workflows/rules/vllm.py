@@ -312,14 +312,18 @@ def _modelopt(model: Model, scheme: Scheme, result: Plan, out: Findings) -> None
     static = "input_scale" if weights.activation == "static" else ""
     quantized = Built(weights, f"ModelOpt {scheme.format}", leaf, static)
     skip = tuple(_map_target(entry, model) for entry in scheme.skip)
+    merged: dict[str, bool] = {}
     for fused, members in model.groups.items():
         if experts_block(fused) is None:
-            skipped = [_modelopt_skips(skip, m.name, model) for m in members]
-            if not any(modelopt_exclude(entry, canonical(fused, model)) for entry in skip):
-                _agree(fused, members, skipped, SHARDS_ERROR, result, out)
+            prefix = canonical(fused, model)
+            shards = [listed(skip, canonical(m.name, model), exact) for m in members]
+            if not listed(skip, prefix, exact):
+                _agree(fused, members, shards, SHARDS_ERROR, result, out)
+            excluded = all(shards) or listed(skip, prefix, modelopt_exclude)
+            merged.update({m.name: excluded for m in members})
     for module in model.linears():
         block = experts_block(module.name)
-        excluded = _modelopt_skips(skip, block or module.name, model)
+        excluded = merged.get(module.name, _modelopt_skips(skip, block or module.name, model))
         tower = any(part in module.name for part in MODELOPT_TOWERS)
         if _plain_router(module, model):
             built = Built(None, "vLLM builds routers in 16 bit")
@@ -334,4 +338,7 @@ def _modelopt(model: Model, scheme: Scheme, result: Plan, out: Findings) -> None
 
 
 def _modelopt_skips(skip: tuple[str, ...], name: str, model: Model) -> bool:
-    return listed(skip, canonical(name, model), modelopt_exclude)
+    """A full name, a part of it, or a glob; of expert blocks also the name inside an entry."""
+    prefix = canonical(name, model)
+    inside = prefix.endswith(".experts") and any(prefix in entry for entry in skip if "experts" in entry)
+    return inside or listed(skip, prefix, modelopt_exclude)
