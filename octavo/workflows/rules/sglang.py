@@ -5,6 +5,7 @@ Sources: srt/layers/quantization/{fp8,modelopt_quant,utils}.py, compressed_tenso
 
 from __future__ import annotations
 
+from octavo.formats.architectures import ROW_PARALLEL
 from octavo.workflows.rules import kernels
 from octavo.workflows.rules.engine import (
     Built,
@@ -130,30 +131,63 @@ def _compressed_tensors(model: Model, scheme: Scheme, target: Target, result: Pl
     bad_patterns((*scheme.skip, *(t for g in scheme.groups for t in g.targets)), scheme.key, out)
     targets = [(t, g) for g in scheme.groups for t in g.targets]
     _check_groups(scheme, target, out)
-    _merged(model, scheme.skip, exact_regex_or_suffix, CT_SHARDS_ERROR, result, out)
+    for fused, members in model.groups.items():
+        if experts_block(fused) is None:
+            built = _fused(fused, members, scheme, targets, result, out)
+            result.modules.update({m.name: built for m in members})
     for module in model.linears():
-        block = experts_block(module.name)
-        name = f"{block}.0.{module.leaf}" if block else module.name
-        result.modules[module.name] = _module(module, name, scheme, targets, model, out)
+        if module.name not in result.modules:
+            block = experts_block(module.name)
+            name = f"{block}.0.{module.leaf}" if block else module.name
+            result.modules[module.name] = _module(module, name, scheme, targets, out)
     linear = next((g for t, g in targets if t == "Linear"), None)
     quantized = _built(linear) if linear is not None else Built(None, "no target matches")
     _stacked(model, scheme.skip, exact_regex_or_suffix, quantized, result)
-    for fused, members in model.groups.items():
-        schemes = [result.modules[m.name].weights for m in members if m.name in result.modules]
-        if (
-            experts_block(fused) is None
-            and any(w != schemes[0] for w in schemes)
-            and members[0].name not in result.refused
-        ):
-            where = f"{members[-1].name} (merged into {fused})"
-            text = f"One merged matrix cannot use two schemes ({', '.join(str(w) for w in schemes)})."
-            out.error("mixed-schemes", where, text, REQUANTIZE)
-            result.refused.update(m.name for m in members)
 
 
-def _module(
-    module: Module, name: str, scheme: Scheme, targets: list[tuple[str, Group]], model: Model, out: Findings
+def _fused(
+    fused: str, members: list[Module], scheme: Scheme, targets: list[tuple[str, Group]], result: Plan, out: Findings
 ) -> Built:
+    """Ignored by the merged name or by all shards; then the merged name, the class, all shards by name."""
+    where = f"{members[-1].name} (merged into {fused})"
+    if fused in scheme.skip:
+        return Built(None, "in the ignore list")
+    skipped = [listed(scheme.skip, m.name, exact_regex_or_suffix) for m in members]
+    if any(skipped):
+        odd = [m.name for m, s in zip(members, skipped, strict=True) if s]
+        if not all(skipped):
+            where = f"{odd[0]} (merged into {fused})"
+            text = f"Only {', '.join(odd)} in the ignore list. {CT_SHARDS_ERROR.format(fused)}"
+            out.error("partial-fusion", where, text, REQUANTIZE)
+            result.refused.update(m.name for m in members)
+        return Built(None, "in the ignore list")
+    by_shard = [next((g for t, g in targets if exact_or_regex(t, m.name)), None) for m in members]
+    named = [g for g in by_shard if g is not None]
+    if len(named) == len(members) and any(g.weights != named[0].weights for g in named):
+        schemes = ", ".join(f"{m.leaf}: {g.weights}" for m, g in zip(members, named, strict=True))
+        out.error("mixed-schemes", where, f"One merged matrix cannot use two schemes ({schemes}).", REQUANTIZE)
+        result.refused.update(m.name for m in members)
+    found = next((g for t, g in targets if exact_or_regex(t, fused)), None)
+    found = found or next((g for t, g in targets if _names_class(t, members[0])), None)
+    if found is None and len(named) == len(members):
+        found = named[0]
+    return _built(found) if found is not None else _no_target(members[0], fused, out)
+
+
+def _names_class(target: str, module: Module) -> bool:
+    """A target that is part of SGLang's class name, which is how it reads `Linear`."""
+    owner = "rowparallellinear" if module.leaf in ROW_PARALLEL else "mergedcolumnparallellinear qkvparallellinear"
+    return not target.startswith("re:") and "." not in target and target.lower() in owner
+
+
+def _no_target(module: Module, name: str, out: Findings) -> Built:
+    if module.role != "tower":
+        text = f"Unable to find matching target for {name} in the compressed-tensors config."
+        out.error("no-target", module.name, text, f"Add it to the ignore list. {CONFIG}")
+    return Built(None, "no target matches")
+
+
+def _module(module: Module, name: str, scheme: Scheme, targets: list[tuple[str, Group]], out: Findings) -> Built:
     if listed(scheme.skip, name, exact_regex_or_suffix):
         return Built(None, "in the ignore list")
     if module.role == "head":
@@ -165,16 +199,8 @@ def _module(
     if module.role == "router":
         return Built(None, "SGLang builds routers in 16 bit")
     found = next((g for t, g in targets if exact_or_regex(t, name)), None)
-    if found is None:
-        found = next(
-            (g for t, g in targets if "." not in t and not t.startswith("re:") and t.lower() in "linearbase"), None
-        )
-    if found is None:
-        text = f"Unable to find matching target for {module.name} in the compressed-tensors config."
-        if module.role != "tower":
-            out.error("no-target", module.name, text, f"Add it to the ignore list. {CONFIG}")
-        return Built(None, "no target matches")
-    return _built(found)
+    found = found or next((g for t, g in targets if _names_class(t, module)), None)
+    return _built(found) if found is not None else _no_target(module, module.name, out)
 
 
 def _built(group: Group) -> Built:
