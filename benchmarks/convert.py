@@ -1,6 +1,6 @@
 """Conversion speed and memory against llm-compressor's model_free_ptq, and whether the bytes are right.
 
-    python benchmarks/convert.py --rival ENV/bin/python          an environment with llmcompressor 0.14
+    python benchmarks/convert.py --rival ENV/bin/python          ENV: scripts/rival_env.sh ENV makes it
     python benchmarks/convert.py                                 Octavo alone
     python benchmarks/convert.py --gigabytes 0.5 --rounds 1      a quick look; the claim is about 4 GB
 
