@@ -16,7 +16,7 @@ from octavo.base.errors import CheckpointError, ConfigError
 from octavo.formats.recipe import Recipe
 from octavo.integrations.hub import first_line, load_tokenizer, resolve_model
 from octavo.integrations.load_plan import LoadPlan, sources_on_disk
-from octavo.integrations.transformers import auto_class, load, load_config, refuse_other_methods
+from octavo.integrations.transformers import auto_class, device_of, load, load_config, refuse_other_methods
 from octavo.store.run import RunFolder
 from octavo.store.tensors import Checkpoint
 
@@ -41,8 +41,7 @@ def compute_dtype(name: str, device: str | None) -> torch.dtype:
     """`auto`: bfloat16 on a GPU, float32 on a CPU, where 16-bit arithmetic is slow."""
     if name != "auto":
         return DTYPES[name]
-    kind = torch.device(device).type if device else ("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.float32 if kind == "cpu" else torch.bfloat16
+    return torch.float32 if device_of(device).type == "cpu" else torch.bfloat16
 
 
 def open_model(
@@ -114,7 +113,7 @@ def is_fp8(folder: Path) -> bool:
 def load_16bit(folder: Path, *, device: str | None, dtype: torch.dtype) -> PreTrainedModel:
     """A model as it is, every weight in `dtype`."""
     config = load_config(folder)
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    place = device_of(device)
     settings: dict[str, Any] = {"device_map": {"": place}} if place.type != "cpu" else {}
     try:
         model = auto_class(config).from_pretrained(

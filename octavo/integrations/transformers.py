@@ -51,7 +51,7 @@ def load(
     from octavo.integrations.quantizer import OctavoConfig, ragged_blocks
 
     quantization = OctavoConfig(recipe, activation, scales=scales)
-    place = _device(device)
+    place = device_of(device)
     folder = resolve_model(model, trust_remote_code=trust_remote_code)
     checkpoint = Checkpoint.open(folder)
     refuse_other_methods(checkpoint)
@@ -164,7 +164,8 @@ def _refuse_incomplete(folder: Path, info: dict[str, Any]) -> None:
         raise CheckpointError(f"{folder} lacks weights of its model", got=f"nothing for {some}", fix="Fetch it again.")
 
 
-def _device(device: torch.device | str | None) -> torch.device:
+def device_of(device: torch.device | str | None) -> torch.device:
+    """None: the first GPU, else the CPU. ConfigError: no such word for a device. UnsupportedError: it is not here."""
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

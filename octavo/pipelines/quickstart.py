@@ -22,6 +22,7 @@ from octavo.workflows.verify import VerifyConfig, verify
 
 TEXT = "demo"  # CPython's language reference: calibration, training and evaluation take disjoint topics
 SAMPLES, CONTEXT, EVAL_TOKENS = 16, 512, 4096
+AS_SERVED = "token"  # activations in FP8 too, while training and in every figure of an FP8 model
 
 
 class QuickstartConfig(Config):
@@ -32,7 +33,8 @@ class QuickstartConfig(Config):
 
 
 class QuickstartReport(Report):
-    """Perplexities on the held-out topics: in 16 bit, quantized, after fine-tuning, exported. verify: its verdict.
+    """Perplexities on the held-out topics: in 16 bit, quantized, after fine-tuning, exported; those in FP8 with the
+    activations in FP8 too, as served on GPUs with FP8 units. verify: its verdict.
 
     seconds: all phases, those of an earlier call included. Not in the JSON: serve_command, and phases: name ->
     (seconds, CPU seconds).
@@ -93,8 +95,8 @@ def _evaluate(model: str) -> Facts:
 
 def _finetune(folder: str, run: Path) -> Facts:
     held_out = {"eval_data": TEXT, "eval_tokens": EVAL_TOKENS}
-    settings = {"model": folder, "out": run, "data": TEXT, **held_out, **QUICK, "save_every": 0}
-    report = finetune(FinetuneConfig.parse(settings))
+    settings = {"model": folder, "out": run, "data": TEXT, "activation": AS_SERVED, "save_every": 0}
+    report = finetune(FinetuneConfig.parse({**settings, **held_out, **QUICK}))
     return {"before": report.perplexity_before, "after": report.perplexity_after}
 
 

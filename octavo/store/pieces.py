@@ -106,7 +106,7 @@ def _stored_scheme(checkpoint: Checkpoint, dequantize: bool) -> StoredScheme | N
             f"{checkpoint.folder} is quantized already",
             got=f"quant_method {method!r}",
             need="16 or 32 bit weights",
-            fix="Quantize the original model, or allow dequantizing first, which keeps the error that FP8 made.",
+            fix="Quantize the original model, or use --fp8-input dequantize, which keeps the error that FP8 made.",
         )
     return parse_quantization_config(checkpoint.config)
 
