@@ -145,3 +145,7 @@ def start_logging() -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
         log.addHandler(handler)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
