@@ -58,4 +58,4 @@ def _lines(report: ExportReport) -> list[object]:
     kept = sorted({(layers_folded(name), reason) for name, reason in report.kept_16bit.items()})
     if kept:
         lines.append(table(("stays in 16 bit", "because"), kept))
-    return [*lines, *(f"warning: {text}" for text in report.warnings), *(f"next: {line}" for line in report.next)]
+    return [*lines, *(f"next: {line}" for line in report.next)]

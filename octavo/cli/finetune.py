@@ -90,4 +90,4 @@ def _lines(report: FinetuneReport) -> list[object]:
         "quantized": report.perplexity_quantized,
     }
     known = {name: value for name, value in facts.items() if value is not None}
-    return [pairs(known), *(f"warning: {text}" for text in report.warnings), f"next: octavo export {report.run} OUT"]
+    return [pairs(known), f"next: octavo export {report.run} OUT"]

@@ -37,9 +37,9 @@ def _lines(report: QuickstartReport) -> list[object]:
 
     rows = [
         row("16 bit", report.bf16_ppl),
-        row("FP8", report.fp8_ppl),
-        row("FP8, fine-tuned", report.finetuned_ppl),
-        row("exported", report.exported_ppl),
+        row("FP8, as served", report.fp8_ppl),
+        row("fine-tuned over FP8", report.finetuned_ppl),
+        row("exported checkpoint", report.exported_ppl),
     ]
     return [
         table(("model", "held-out perplexity", "against 16 bit"), rows),

@@ -25,12 +25,16 @@ def silent(text: str) -> None:
 class Phases:
     """The phases of one job in `folder`, whose record is `folder/NAME.json`.
 
+    total: how many there will be, for the headings.
     settings: what the results depend on; a folder made with others is refused, not mixed. Nothing is written before
     the first phase that has an output, or is done.
     """
 
-    def __init__(self, folder: Path, name: str, settings: Mapping[str, Any], say: Say = silent) -> None:
+    def __init__(
+        self, folder: Path, name: str, settings: Mapping[str, Any], say: Say = silent, *, total: int = 0
+    ) -> None:
         self.folder, self.say = folder, say
+        self._begun, self._total = 0, total
         self._record = folder / f"{name}.json"
         self._settings = json.loads(json.dumps(dict(settings)))
         self._done: dict[str, Facts] = self._load()
@@ -67,10 +71,12 @@ class Phases:
     def run(self, name: str, title: str, work: Callable[[], Facts], output: Path | None = None) -> Facts:
         """Run `work` unless it is done; its result, JSON values, is remembered. output: what a killed run left of it
         is removed first; it lies inside the folder."""
+        self._begun += 1
+        heading = f"[{self._begun}/{self._total}] {title}" if self._total else title
         if name in self._done:
-            self.say(f"{title}: done before")
+            self.say(f"{heading}: done before")
             return dict(self._done[name]["facts"])
-        self.say(title)
+        self.say(heading)
         if output is not None:
             _remove(output, inside=self.folder)
             self._save()  # before anything else is there: this folder is ours
@@ -82,6 +88,7 @@ class Phases:
             "facts": facts,
         }
         self._save()
+        self.say("      " + ", ".join([f"{self._done[name]['seconds']:.0f} s", *map(_fact, facts.items())]))
         return dict(facts)
 
     def _save(self) -> None:
@@ -93,6 +100,11 @@ def cpu_seconds() -> float:
     """CPU time of this process and the children it has waited for."""
     own, children = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
+
+
+def _fact(item: tuple[str, Any]) -> str:
+    name, value = item
+    return f"{name.replace('_', ' ')} {value:.4g}" if isinstance(value, float) else f"{name.replace('_', ' ')} {value}"
 
 
 def _remove(path: Path, inside: Path) -> None:

@@ -57,7 +57,7 @@ def quickstart(config: QuickstartConfig, say: Say = silent) -> QuickstartReport:
     ConfigError or MismatchError for an `out` that holds something else.
     """
     settings = {"model": config.model, "octavo": __version__}
-    phases = Phases(config.out, "quickstart", settings, say)
+    phases = Phases(config.out, "quickstart", settings, say, total=7)
     scales, run, exported = config.out / "scales.json", config.out / "run", config.out / "model"
     folder = phases.run("model", f"Model {config.model}", lambda: {"folder": str(resolve_model(config.model))})[
         "folder"

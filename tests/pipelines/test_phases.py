@@ -11,7 +11,7 @@ from octavo.pipelines.phases import Phases
 @pytest.fixture
 def job(tmp_path):
     said = []
-    return lambda **settings: Phases(tmp_path / "job", "job", settings or {"model": "a"}, said.append), said
+    return lambda **settings: Phases(tmp_path / "job", "job", settings or {"model": "a"}, said.append, total=2), said
 
 
 def test_a_phase_runs_once(job):
@@ -20,7 +20,7 @@ def test_a_phase_runs_once(job):
     for _ in range(2):
         phases = make()
         assert phases.run("one", "First", lambda: calls.append(1) or {"ppl": 1.5}) == {"ppl": 1.5}
-    assert calls == [1] and said == ["First", "First: done before"]
+    assert calls == [1] and said == ["[1/2] First", "      0 s, ppl 1.5", "[1/2] First: done before"]
     assert set(phases.times) == {"one"} and phases.seconds >= 0
 
 
