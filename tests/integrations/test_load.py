@@ -284,19 +284,23 @@ def test_lora_trains_through_trainer(tiny_llama, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_demo_model_answers_in_float8(demo_model):
-    from transformers import AutoTokenizer
+def test_the_demo_model_in_float8(demo_model):
+    from octavo.integrations.data import load_texts, token_windows
+    from octavo.integrations.hub import load_tokenizer
 
-    model, tokenizer = octavo.load("demo", device="cpu", activation="none"), AutoTokenizer.from_pretrained(demo_model)
+    model, original = (
+        octavo.load("demo", device="cpu", activation="none"),
+        AutoModelForCausalLM.from_pretrained(demo_model),
+    )
     modules = float8_modules(model).values()
     assert len(modules) == 210
     wide = sum(module.weight.numel() * 2 for module in modules)
     stored = sum(p.numel() * p.element_size() for module in modules for p in module.parameters())
     assert wide / stored > 1.95
-    question = [{"role": "user", "content": "What is the capital of France?"}]
-    ids = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    answer = model.generate(**ids, max_new_tokens=8, do_sample=False)[0, ids["input_ids"].shape[1] :]
-    assert "Paris" in tokenizer.decode(answer)
+    ids = token_windows(load_tokenizer(demo_model), load_texts("demo", "eval"), 256, count=1)
+    with torch.no_grad():
+        rise = float(model(ids, labels=ids).loss - original(ids, labels=ids).loss)
+    assert rise < 0.05  # 2 % on 12,288 tokens, give or take as much on so few
 
 
 class TestRefusals:
