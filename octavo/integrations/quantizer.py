@@ -72,14 +72,21 @@ class OctavoConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
 
 class _Unmerged(ConversionOps):  # type: ignore[misc]
-    """In place of stacking experts in 16 bit: hand them on one by one."""
+    """In place of stacking experts in 16 bit: hand them on one by one. Layers that are not planned are stacked."""
 
-    def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def __init__(self, operations: list[Any], planned: frozenset[str]) -> None:
+        self.operations, self.planned = operations, planned
+
+    def convert(self, input_dict: dict[str, Any], *, full_layer_name: str, **kwargs: Any) -> dict[str, Any]:
+        if full_layer_name.rpartition(".")[0] in self.planned:
+            return input_dict
+        for operation in self.operations:
+            input_dict = operation.convert(input_dict, full_layer_name=full_layer_name, **kwargs)
         return input_dict
 
     @property
     def reverse_op(self) -> _Unmerged:
-        return self
+        return _Unmerged([operation.reverse_op for operation in reversed(self.operations)], frozenset())
 
 
 class _ToFloat8(ConversionOps):  # type: ignore[misc]
@@ -180,7 +187,7 @@ class OctavoQuantizer(HfQuantizer):  # type: ignore[misc]
                 copied = WeightConverter(
                     list(conversion._original_source_patterns),
                     list(conversion._original_target_patterns),
-                    operations=[_Unmerged()],
+                    operations=[_Unmerged(list(conversion.operations), frozenset(experts))],
                 )
                 copied.scope_prefix, copied.base_model_prefix = conversion.scope_prefix, conversion.base_model_prefix
                 conversion = copied
