@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Self
 
 import pydantic
 
 from octavo.base.errors import CheckpointError, MismatchError
-from octavo.base.report import Report
+from octavo.base.report import UNREADABLE, Report, read_json
 from octavo.store.manifest import fingerprint
 from octavo.store.tensors import Checkpoint
 
 SCHEMA_VERSION = 1
+# Finite, positive and normal in float32: anything else would turn every number it meets to NaN, Inf or zero.
+Scale = Annotated[float, pydantic.Field(ge=2.0**-126, le=3.4028234663852886e38, allow_inf_nan=False)]
 
 
 class ModuleScales(Report):
@@ -26,7 +27,7 @@ class ModuleScales(Report):
     """
 
     input_amax: float
-    input_scale: float
+    input_scale: Scale
     input_percentiles: dict[str, float] = pydantic.Field(default_factory=dict)
     input_channel_amax: list[float] | None = None
     weight_sqnr_db: dict[str, float | None] = pydantic.Field(default_factory=dict)
@@ -39,8 +40,8 @@ class KVScales(Report):
 
     k_amax: float
     v_amax: float
-    k_scale: float
-    v_scale: float
+    k_scale: Scale
+    v_scale: Scale
 
 
 class Scales(Report):
@@ -87,10 +88,10 @@ class Scales(Report):
     def _read(cls, path: Path) -> Self:
         fix = "Write it anew with octavo calibrate."
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = read_json(path)
         except FileNotFoundError:
             raise CheckpointError(f"{path} does not exist", fix=fix) from None
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except UNREADABLE as error:
             raise CheckpointError(f"{path} is not readable JSON", got=str(error), fix=fix) from None
         found = values.get("schema_version") if isinstance(values, dict) else None
         if found != SCHEMA_VERSION:

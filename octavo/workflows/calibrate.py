@@ -203,7 +203,7 @@ def measure(targets: list[Target], config: CalibrateConfig) -> dict[str, ModuleS
             weights = [target.weight() for target in group]
             for target, weight, errors in zip(group, weights, weight_errors(weights), strict=True):
                 if target.stats.tokens:
-                    found[target.name] = _module_scales(target.stats, weight, errors, config)
+                    found[target.name] = _module_scales(target.name, target.stats, weight, errors, config)
                 advance(1)
     ranked = sorted(found, key=lambda name: (_db(found[name]), name))
     ranks = {name: rank for rank, name in enumerate(ranked, 1)}
@@ -224,8 +224,9 @@ def kv_scales(kv: CacheObserver, names: Mapping[int, str], latent: int | None) -
                 logger().warning("layer %d caches expanded keys, not the latent ones: no KV scale is written", layer)
                 continue
             k_amax = v_amax = max(k_amax, v_amax)
-        scales = {"k_scale": _scale(k_amax), "v_scale": _scale(v_amax)}
-        result[names.get(layer, str(layer))] = KVScales(k_amax=k_amax, v_amax=v_amax, **scales)
+        name = names.get(layer, str(layer))
+        scales = {"k_scale": _scale(k_amax, name), "v_scale": _scale(v_amax, name)}
+        result[name] = KVScales(k_amax=k_amax, v_amax=v_amax, **scales)
     return result
 
 
@@ -236,14 +237,15 @@ def write_channels(path: Path, targets: list[Target]) -> None:
 
 
 def _module_scales(
-    stats: InputStats, weight: torch.Tensor, errors: dict[str, float], config: CalibrateConfig
+    name: str, stats: InputStats, weight: torch.Tensor, errors: dict[str, float], config: CalibrateConfig
 ) -> ModuleScales:
     amax = stats.amax or 0.0
     inputs = stats.sample().to(weight.device)
-    static = _scale(amax) if config.activation == "static" else None
+    scale = _scale(amax, name)
+    static = scale if config.activation == "static" else None
     return ModuleScales(
         input_amax=amax,
-        input_scale=_scale(amax),
+        input_scale=scale,
         input_percentiles={f"{p:g}": stats.percentile(p) or 0.0 for p in PERCENTILES},
         weight_sqnr_db={name: _finite(db) for name, db in errors.items()},
         w8a8_sqnr_db=_finite(output_error(inputs, weight, config.scheme, config.activation, static)),
@@ -254,7 +256,12 @@ def _db(entry: ModuleScales) -> float:
     return math.inf if entry.w8a8_sqnr_db is None else entry.w8a8_sqnr_db
 
 
-def _scale(amax: float) -> float:
+def _scale(amax: float, name: str) -> float:
+    if not math.isfinite(amax):
+        fix = "Try --dtype float32; if it stays, the model itself is broken."
+        raise CheckpointError(
+            f"calibration of {name}", got=f"activations that reach {amax}", need="finite ones", fix=fix
+        )
     return float(scale_of(torch.tensor(amax), E4M3))
 
 

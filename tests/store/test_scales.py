@@ -77,6 +77,10 @@ BROKEN = {
     "a-list": (lambda p: p.write_text("[]"), "schema_version"),
     "newer": (spoil(lambda v: v.update(schema_version=2)), "schema_version; got 2"),
     "wrong-type": (spoil(lambda v: v["modules"]["a"].update(input_amax="much")), "modules.a.input_amax"),
+    "nan-scale": (spoil(lambda v: v["modules"]["a"].update(input_scale=math.nan)), "modules.a.input_scale"),
+    "negative-scale": (spoil(lambda v: v["modules"]["a"].update(input_scale=-1.0)), "modules.a.input_scale"),
+    "zero-scale": (spoil(lambda v: v["modules"]["a"].update(input_scale=0.0)), "modules.a.input_scale"),
+    "scale-beyond-float32": (spoil(lambda v: v["modules"]["a"].update(input_scale=1e300)), "modules.a.input_scale"),
     "unknown-key": (spoil(lambda v: v.update(colour=1)), "colour"),
 }
 
