@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -10,6 +12,9 @@ from typing import Any, Self
 import pydantic
 
 from octavo.base.errors import ConfigError, did_you_mean
+
+# What reading a text file raises. Bad UTF-8, bad JSON and numbers of thousands of digits are ValueErrors.
+UNREADABLE = (OSError, ValueError, RecursionError)
 
 
 class Config(pydantic.BaseModel):
@@ -58,15 +63,28 @@ def config_error(error: pydantic.ValidationError, known: set[str], source: str) 
     return ConfigError(f"{source}: {key}: {first['msg']}", got=repr(first.get("input")))
 
 
+def check_regular(path: Path) -> None:
+    """OSError for what is there and is no file: opening a pipe would wait for ever."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+
+def read_json(path: Path) -> Any:
+    """The value in a JSON file; else one of UNREADABLE, FileNotFoundError among them."""
+    check_regular(path)
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """A YAML mapping, or a ConfigError that names file and line."""
     import yaml
 
     try:
+        check_regular(path)
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist", fix="Check the path.") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (*UNREADABLE, yaml.YAMLError) as error:
         raise ConfigError(f"{path} is not readable YAML", got=" ".join(str(error).split())) from None
     if values is None:
         return {}

@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from octavo.base.errors import CheckpointError, MismatchError
+from octavo.base.report import UNREADABLE, read_json
 from octavo.store.run import RunFolder, whole_folder
 
 OPTIMIZER, RANDOM, TRAINING, COUNTERS = (
@@ -128,9 +129,9 @@ def load_random(folder: Path) -> None:
 
 def _read_training(folder: Path) -> dict[str, Any]:
     try:
-        values: dict[str, Any] = json.loads((folder / TRAINING).read_text(encoding="utf-8"))
+        values: dict[str, Any] = read_json(folder / TRAINING)
         return values
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except UNREADABLE as error:
         raise CheckpointError(f"snapshot {folder} is not readable", got=str(error), fix="Use an earlier one.") from None
 
 

@@ -7,7 +7,6 @@ export never loses a part of what was trained.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 
 from octavo.base.errors import CheckpointError, MismatchError, RefusedError
+from octavo.base.report import UNREADABLE, read_json
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
@@ -130,12 +130,12 @@ def _find(tensor: str, names: Iterable[str]) -> str | None:
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json(path)
     except FileNotFoundError:
         raise CheckpointError(
             f"{folder} is no adapter: it has no {CONFIG}", fix="Give the folder PEFT saved, or a finished run."
         ) from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except UNREADABLE as error:
         raise CheckpointError(f"{path} is not readable JSON", got=" ".join(str(error).split())) from None
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__

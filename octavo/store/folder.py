@@ -116,7 +116,7 @@ def check_output(target: Path, work: Path | None = None) -> None:
 
 def check_apart(source: Path, target: Path) -> None:
     """InputError if one of the two folders is or contains the other."""
-    a, b = source.resolve(), target.resolve()
+    a, b = _real(source), _real(target)
     if a == b or a in b.parents or b in a.parents:
         raise InputError(f"output folder {target}", got=f"the same place as {source}", need="a folder apart from it")
 
@@ -143,7 +143,7 @@ def copy_side_files(source: Path, out: Path, *, skip: frozenset[str] = _REWRITTE
     places that hold this model already (its folder, the folder its config.json really lies in, a hub cache's blobs);
     CheckpointError for others, which may lead to anything on this machine. Linked folders are not entered.
     """
-    trusted = {source.resolve(), (source / "config.json").resolve().parent}
+    trusted = {_real(source), _real(source / "config.json").parent}
     copied, left = [], []
     for root, folders, files in os.walk(source, followlinks=False):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
@@ -152,7 +152,7 @@ def copy_side_files(source: Path, out: Path, *, skip: frozenset[str] = _REWRITTE
             path, relative = here / name, (here / name).relative_to(source)
             if _WEIGHTS.match(name) or str(relative) in skip or name.startswith("."):
                 continue
-            real = path.resolve()
+            real = _real(path)
             if path.is_symlink() and not any(place in real.parents for place in trusted):
                 fix = "Put the file itself in the folder, or remove the link."
                 raise CheckpointError(f"{path}", got=f"a link to {real}, outside of the model", fix=fix)
@@ -167,6 +167,11 @@ def copy_side_files(source: Path, out: Path, *, skip: frozenset[str] = _REWRITTE
             shutil.copyfile(real, target)
             copied.append(str(relative))
     return copied, left
+
+
+def _real(path: Path) -> Path:
+    """Links followed. Unlike Path.resolve, a link to itself is no exception: it stays, and is no file."""
+    return Path(os.path.realpath(path))
 
 
 def _must_work_inside(target: Path) -> bool:

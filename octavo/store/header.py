@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from octavo.base.report import check_regular
+
 MAX_HEADER = 100_000_000  # the limit of the safetensors library, bytes
 
 DTYPES: dict[str, torch.dtype] = {
@@ -77,6 +79,7 @@ class TensorInfo:
 
 def read_header(path: Path, file: str) -> tuple[dict[str, TensorInfo], list[Problem]]:
     """The tensors of one file in the order of their bytes, and all that is wrong with it. OSError passes through."""
+    check_regular(path)
     size = path.stat().st_size
     with path.open("rb") as handle:
         length_bytes = handle.read(8)
@@ -93,7 +96,7 @@ def read_header(path: Path, file: str) -> tuple[dict[str, TensorInfo], list[Prob
         raw = json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, repeated))
         if not isinstance(raw, dict):
             raise TypeError("header is no JSON object")
-    except (UnicodeDecodeError, json.JSONDecodeError, TypeError, RecursionError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         return {}, [_broken(file, f"header is not valid JSON ({error})")]
     problems = [_duplicate(file, name) for name in repeated]
     tensors = {}

@@ -6,7 +6,6 @@ same input share one. Float32 [K, K], read one at a time: 4 K^2 bytes each, 33 G
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import torch
 from safetensors.torch import save
 
 from octavo.base.errors import CheckpointError, MismatchError
-from octavo.base.report import Report, atomic_write
+from octavo.base.report import UNREADABLE, Report, atomic_write, read_json
 from octavo.store.header import read_header
 from octavo.store.manifest import fingerprint
 from octavo.store.tensors import Checkpoint, safe_relative
@@ -50,11 +49,11 @@ class Moments:
         folder = Path(folder)
         path = folder / INDEX
         try:
-            index = MomentsIndex(**json.loads(path.read_text(encoding="utf-8")))
+            index = MomentsIndex(**read_json(path))
         except FileNotFoundError:
             fix = "Make it with: octavo calibrate MODEL --data D --moments DIR"
             raise CheckpointError(f"{path} does not exist", fix=fix) from None
-        except (OSError, ValueError, TypeError) as error:
+        except (*UNREADABLE, TypeError) as error:
             raise CheckpointError(f"{path} is not readable", got=" ".join(str(error).split())[:200]) from None
         if index.schema_version != SCHEMA_VERSION:
             raise CheckpointError(f"{path}: schema_version", got=str(index.schema_version), need=str(SCHEMA_VERSION))
@@ -81,8 +80,9 @@ class Moments:
             infos, problems = read_header(path, path.name)
         except OSError as error:
             raise CheckpointError(f"{path}", got=str(error.strerror or error)) from None
-        if problems or key not in infos:
-            got = problems[0].message if problems else f"no tensor {key}"
+        fits = key in infos and infos[key].dtype == torch.float32
+        if problems or not fits:
+            got = problems[0].message if problems else f"no float32 tensor {key}"
             raise CheckpointError(f"{path}", got=got, fix="Calibrate again.")
         info = infos[key]
         with path.open("rb") as file:

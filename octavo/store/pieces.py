@@ -74,8 +74,9 @@ def find_pieces(checkpoint: Checkpoint, *, dequantize: bool = False) -> list[Pie
     CheckpointError for FP8 or otherwise quantized input, unless `dequantize` and it is FP8. ConfigError for families
     whose matrices are stored transposed.
     """
-    if checkpoint.config.get("model_type") in CONV1D_TYPES:
-        got = f"{checkpoint.config['model_type']}, whose matrices are stored as [in, out]"
+    conv1d = next((kind for kind in checkpoint.model_types[-1:] if kind in CONV1D_TYPES), None)
+    if conv1d:
+        got = f"{conv1d}, whose matrices are stored as [in, out]"
         raise ConfigError(f"{checkpoint.folder}", got=got, need="a family with [out, in] matrices")
     scheme = _stored_scheme(checkpoint, dequantize)
     rename = _moe_rename(checkpoint)
@@ -127,7 +128,7 @@ def _unstack(checkpoint: Checkpoint, name: str) -> Iterator[Piece]:
         return
     transposed, interleaved = orientation
     leaves: tuple[str, ...] = ("gate_proj", "up_proj") if stack["leaf"] == "gate_up_proj" else (stack["leaf"],)
-    if checkpoint.text_config.get("model_type", "") in W_NAMES:
+    if any(kind in W_NAMES for kind in checkpoint.model_types[:1]):
         leaves = tuple(_W_LEAF.get(leaf, leaf) for leaf in leaves)
     experts, *matrix = info.shape
     matrix = matrix[::-1] if transposed and not stack["bias"] else matrix
@@ -155,8 +156,7 @@ def _orientation(checkpoint: Checkpoint, name: str, stack: re.Match[str]) -> tup
     config = checkpoint.text_config
     if role(name.removesuffix("_bias"), (1, 1, 1), checkpoint.layers) != "expert":
         return None
-    model_types = (config.get("model_type"), checkpoint.config.get("model_type"))
-    known = next((STACKED_LAYOUT[t] for t in model_types if t in STACKED_LAYOUT), (False, False))
+    known = next((STACKED_LAYOUT[t] for t in checkpoint.model_types if t in STACKED_LAYOUT), (False, False))
     hidden = config.get("hidden_size")
     if stack["bias"]:
         return known
@@ -169,7 +169,7 @@ def _orientation(checkpoint: Checkpoint, name: str, stack: re.Match[str]) -> tup
 
 def _moe_rename(checkpoint: Checkpoint) -> Any:
     """Transformers calls the block of Mixtral's family `mlp` in memory; its files, and engines, block_sparse_moe."""
-    block = W_NAMES.get(checkpoint.text_config.get("model_type", ""))
+    block = next((W_NAMES[t] for t in checkpoint.model_types[:1] if t in W_NAMES), None)
     stacked = any(_STACK.match(name) and len(checkpoint.shape(name)) == 3 for name in checkpoint)
     if block is None or not stacked:
         return lambda name: name

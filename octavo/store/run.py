@@ -23,7 +23,7 @@ import pydantic
 from safetensors import SafetensorError
 
 from octavo.base.errors import CheckpointError, ConfigError, MismatchError, did_you_mean
-from octavo.base.report import atomic_write, read_yaml, sync_folder
+from octavo.base.report import UNREADABLE, atomic_write, read_json, read_yaml, sync_folder
 from octavo.store.folder import output_error
 from octavo.store.manifest import Manifest
 
@@ -155,11 +155,11 @@ class RunFolder:
     def read_policy(self) -> dict[str, dict[str, str]]:
         """module -> its entry. Precisions: `fp8`, `16bit`."""
         try:
-            policy = json.loads(self.policy.read_text(encoding="utf-8"))
+            policy = read_json(self.policy)
             modules: dict[str, dict[str, str]] = policy["modules"]
             version = policy["schema_version"]
             precisions = {entry["precision"] for entry in modules.values()}
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        except (*UNREADABLE, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{self.policy} is not a policy", got=repr(error)) from None
         if version != POLICY_VERSION:
             raise CheckpointError(f"{self.policy}: schema_version", got=str(version), need=str(POLICY_VERSION))

@@ -5,7 +5,6 @@ Nothing is read until asked for: opening parses headers, `get` and `rows` return
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from math import prod
@@ -16,6 +15,7 @@ import torch
 
 from octavo.base.errors import CheckpointError
 from octavo.base.log import logger
+from octavo.base.report import UNREADABLE, read_json
 from octavo.store.header import Problem, TensorInfo, read_header
 from octavo.store.writer import ShardWriter as ShardWriter
 from octavo.store.writer import plan_shards as plan_shards
@@ -124,6 +124,12 @@ class Checkpoint:
                 return deeper if isinstance(deeper, dict) else inner
         return self.config
 
+    @property
+    def model_types(self) -> tuple[str, ...]:
+        """model_type of the language model and of the whole, as far as config.json has them as text."""
+        found = (self.text_config.get("model_type"), self.config.get("model_type"))
+        return tuple(value for value in found if isinstance(value, str))
+
     def get(self, name: str) -> torch.Tensor:
         """The tensor as a view of the mapped file: no copy. Writing to it does not reach the file."""
         info = self.info(name)
@@ -163,11 +169,11 @@ def safe_relative(text: object) -> bool:
 
 def _read_json(folder: Path, name: str, problems: list[Problem]) -> dict[str, Any]:
     try:
-        value = json.loads((folder / name).read_text(encoding="utf-8"))
+        value = read_json(folder / name)
     except FileNotFoundError:
         problems.append(Problem("no-config", name, "", "the file is missing", "Is this a Transformers model folder?"))
         return {}
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         problems.append(Problem("bad-json", name, "", f"not readable JSON ({error})", "Fetch the file again."))
         return {}
     if not isinstance(value, dict):

@@ -77,3 +77,13 @@ def test_damaged_files_are_named(tmp_path, model):
     path.unlink()
     with pytest.raises(CheckpointError, match="moments-00001"):
         moments.get("l0.q_proj")
+
+
+def test_matrices_of_another_type_are_refused(tmp_path, model):
+    write(tmp_path / "moments", model)
+    moments = Moments.open(tmp_path / "moments")
+    module = next(iter(moments.index.modules))
+    file = tmp_path / "moments" / moments.index.files[moments.key(module)]
+    save_file({moments.key(module): moments.get(module).double()}, file)
+    with pytest.raises(CheckpointError, match="no float32 tensor"):
+        moments.get(module)

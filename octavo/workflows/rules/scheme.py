@@ -6,10 +6,10 @@ tests hold them against those models. They are not imported here: that takes fou
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from octavo.base.report import UNREADABLE, read_json
 from octavo.store.tensors import Checkpoint
 from octavo.workflows.rules.findings import CONFIG, Findings
 
@@ -119,8 +119,8 @@ def _find(checkpoint: Checkpoint, out: Findings) -> tuple[dict[str, Any] | None,
     if not path.is_file():
         return None, ""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        value = read_json(path)
+    except UNREADABLE as error:
         out.error("bad-json", path.name, f"It is not readable JSON ({error}).", "Fetch the file again.")
         return None, ""
     return (value, path.name) if isinstance(value, dict) else (None, "")
