@@ -20,7 +20,7 @@ from octavo.base.errors import ConfigError, did_you_mean
 from octavo.cli.calibrate import calibrate
 from octavo.cli.common import Result
 from octavo.cli.doctor import doctor
-from octavo.cli.errors import BROKEN_PIPE, INTERRUPTED, explained, show_error, show_traceback
+from octavo.cli.errors import BROKEN_PIPE, INTERRUPTED, BadUsageError, explained, show_error, show_traceback
 from octavo.cli.eval import evaluate
 from octavo.cli.explain import explain
 from octavo.cli.export import export
@@ -88,6 +88,9 @@ def run(argv: Sequence[str]) -> int:
 def _run(argv: list[str], as_json: bool) -> int:
     start_logging()
     _calm_libraries()
+    for word in argv:
+        if word != word.encode(errors="replace").decode():
+            raise BadUsageError(f"argument {word!r} is not UTF-8", fix="Rename the file or folder.")
     with redirect_stdout(sys.stderr) if as_json else nullcontext():
         outcome = app(args=argv, prog_name="octavo", standalone_mode=False)
     if outcome == INTERRUPTED:  # Typer's answer to Ctrl-C

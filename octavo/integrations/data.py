@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.base.errors import DataError, UnsupportedError
 from octavo.base.log import logger
+from octavo.base.report import UNREADABLE
 from octavo.integrations.hub import first_line, hub_errors
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ _TEXT_FILES, _JSON_FILES, _PARQUET_FILES = (".txt", ".md", ".rst"), (".jsonl", "
 _FILES = (*_TEXT_FILES, *_JSON_FILES, *_PARQUET_FILES)
 # What a hub dataset may call the part that we ask for, first found wins.
 _HUB_SPLITS = {"calibration": ("calibration", "train"), "eval": ("eval", "validation", "test")}
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
 _FIX = "Give a text, JSON lines or Parquet file, a folder of them, a hub dataset, or demo."
 
 
@@ -189,7 +192,7 @@ def _file_rows(path: Path) -> Iterator[tuple[Any, str]]:
             yield from _parquet_rows(path)
         else:
             raise DataError(f"{path} is of an unknown kind", need=f"a name ending in {', '.join(_FILES)}")
-    except (OSError, ValueError) as error:  # also UnicodeDecodeError, JSONDecodeError and pyarrow's ArrowInvalid
+    except UNREADABLE as error:  # ValueError: also pyarrow's ArrowInvalid
         raise DataError(f"{path} is not readable", got=first_line(error)) from error
 
 
@@ -242,9 +245,13 @@ def _kind_of(record: Any, where: str) -> str:
 
 def _checked(value: Any, column: str, where: str) -> Any:
     """A text, or a list of messages reduced to role and content."""
+    whole = isinstance(value, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value)
+    texts = [value] if isinstance(value, str) else [m.get("content") for m in value] if whole else []
+    if any(_HALF_PAIR.search(text) for text in texts if isinstance(text, str)):
+        got = "half of a surrogate pair, which is no character"
+        raise DataError(f"{where}: column '{column}'", got=got, need="text that can be written as UTF-8")
     if isinstance(value, str) and column != "messages":
         return value if value.strip() else ""
-    whole = isinstance(value, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value)
     if column == "text" or not whole:
         need = {"text": "a text", "messages": "a list of {role, content}"}.get(column, "a text or a list of messages")
         raise DataError(f"{where}: column '{column}'", got=type(value).__name__, need=need)

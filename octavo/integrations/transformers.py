@@ -172,6 +172,8 @@ def device_of(device: torch.device | str | None) -> torch.device:
         place = torch.device(device)
     except RuntimeError as error:
         raise ConfigError(f"device '{device}'", got=first_line(error)) from None
+    if place.type not in ("cpu", "cuda"):
+        raise UnsupportedError(f"device {place}", need="cpu or cuda")
     if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
         raise UnsupportedError(f"device {place}", got=f"{torch.cuda.device_count()} CUDA devices here")
     return place

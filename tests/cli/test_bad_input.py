@@ -61,6 +61,19 @@ def poison(value):
     return write
 
 
+def tokenizer_loop(folder):
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").symlink_to("tokenizer.json")
+
+
+def config(**values):
+    def write(folder):
+        found = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**found, **values}))
+
+    return write
+
+
 def empty(folder):
     shutil.rmtree(folder)
     folder.mkdir()
@@ -75,15 +88,30 @@ def empty(folder):
         (index("model-00002-of-00002.safetensors"), "model-00002-of-00002.safetensors"),
         (index("../outside.safetensors"), "outside"),
         (pickles, "pytorch_model.bin"),
+        (tokenizer_loop, "tokenizer.json"),
         (poison(torch.nan), ANSWER),
         (poison(torch.inf), ANSWER),
     ],
-    ids=["missing", "empty", "truncated", "missing-shard", "outside", "pickle", "nan", "inf"],
+    ids=["missing", "empty", "truncated", "missing-shard", "outside", "pickle", "link-loop", "nan", "inf"],
 )
 def test_broken_model(folder, refused, break_it, words):
     break_it(folder)
     error = refused("quantize", folder, "out")
     assert words in error["message"] + error["fix"]
+
+
+def test_a_model_type_that_is_no_text(folder, tmp_path):
+    config(model_type=["llama"])(folder)
+    assert run(["quantize", str(folder), str(tmp_path / "fp8")]) == 0
+
+
+def test_an_argument_that_is_no_text(folder, refused):
+    assert "UTF-8" in refused("quantize", folder, "out\udcff")["message"]
+
+
+def test_output_that_links_to_itself(folder, refused, tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    assert "link" in refused("quantize", folder, tmp_path / "loop")["message"]
 
 
 def test_already_quantized(folder, refused, tmp_path, capsys):
@@ -117,6 +145,8 @@ def test_missing_arguments(refused):
         ("none.txt", None),
         ("empty.txt", b""),
         ("bad.jsonl", b"{not json"),
+        ("deep.jsonl", b"[" * 100_000),
+        ("surrogate.jsonl", b'{"text": "\\ud800"}'),
         ("binary.txt", b"\xff\xfe\x00"),
         ("short.txt", b"a"),
     ],
@@ -163,6 +193,10 @@ def test_a_yaml_that_is_not_there(refused):
 @pytest.mark.parametrize("argv", [["eval"], ["calibrate"], ["finetune", "--data", "demo", "--out", "run", "--model"]])
 def test_a_device_that_is_not_here(folder, refused, argv):
     assert "cuda" in refused(*argv, folder, "--device", "cuda", code=3)["message"]
+
+
+def test_a_device_without_arithmetic(folder, refused):
+    assert "meta" in refused("calibrate", folder, "--device", "meta", code=3)["message"]
 
 
 @pytest.mark.parametrize("command", ["eval", "calibrate"])
