@@ -43,7 +43,7 @@ def explained(error: Exception) -> OctavoError:
         return _usage(error)
     if isinstance(error, OSError) and error.errno is not None:
         return _file_system(error)
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+    if _is_memory(error):
         fix = "Use a smaller batch or context, or a machine with more memory; `octavo doctor` shows what is free."
         return UnsupportedError("out of memory", got=_one_line(error), fix=fix)
     if isinstance(error, ModuleNotFoundError) and (missing := _missing_package(error.name or "")):
@@ -70,6 +70,12 @@ def show_traceback(error: BaseException) -> None:
     """With OCTAVO_LOG=DEBUG only."""
     if logging.getLogger("octavo").isEnabledFor(logging.DEBUG):
         traceback.print_exception(error, file=sys.stderr)
+
+
+def _is_memory(error: Exception) -> bool:
+    """Python's, CUDA's, and the plain RuntimeError of PyTorch's allocator on the CPU."""
+    named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return named or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
 
 
 def _usage(error: Exception) -> OctavoError:

@@ -79,7 +79,7 @@ class FinetuneConfig(Config):
     activation: str = "none"
     scales: Path | None = None
     rank: int = pydantic.Field(16, ge=1)
-    alpha: float = pydantic.Field(32, gt=0)
+    alpha: float = pydantic.Field(32, gt=0, allow_inf_nan=False)
     dropout: float = pydantic.Field(0.0, ge=0, lt=1)
     target_modules: tuple[str, ...] = ()
     rslora: bool = False

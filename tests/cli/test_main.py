@@ -50,6 +50,7 @@ def last_line(text):
         (OSError(errno.ENOSPC, "No space left on device", "/x/model.safetensors"), 2, "file-system"),
         (PermissionError(errno.EACCES, "Permission denied", "/x"), 2, "file-system"),
         (MemoryError(), 3, "unsupported"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 3, "unsupported"),
         (ModuleNotFoundError("No module named 'peft'", name="peft.tuners"), 3, "unsupported"),
         (ModuleNotFoundError("No module named 'nobody'", name="nobody"), 70, "bug"),
         (TypeError("our own\n mistake"), 70, "bug"),
