@@ -80,11 +80,14 @@ class Adapter:
             if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
                 got = f"A {list(a.shape)}, B {list(b.shape)}"
                 raise CheckpointError(f"{folder / WEIGHTS}: {module}", got=got, need="A [r, K] and B [N, r]")
+            if not a.shape[0] or not (a.dtype.is_floating_point and b.dtype.is_floating_point):
+                got = f"rank {a.shape[0]}, {a.dtype} and {b.dtype}"
+                raise CheckpointError(f"{folder / WEIGHTS}: {module}", got=got, need="rank 1 or more, floating point")
             if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
                 raise CheckpointError(
                     f"{folder / WEIGHTS}: {module} holds NaN or Inf", fix="Train again from an earlier snapshot."
                 )
-            pairs[module] = LoraPair(a, b, _scaling(config, module, a.shape[0]), transposed)
+            pairs[module] = LoraPair(a, b, _scaling(folder, config, module, a.shape[0]), transposed)
         if not pairs:
             raise CheckpointError(f"{folder / WEIGHTS} holds no adapter", fix="Check the folder.")
         return cls(folder, config, pairs)
@@ -173,10 +176,17 @@ def _split(folder: Path, key: str) -> tuple[str, str]:
     return match[1], match[2]
 
 
-def _scaling(config: Mapping[str, Any], module: str, rank: int) -> float:
-    alpha = config.get("lora_alpha", 8)
-    for pattern, value in (config.get("alpha_pattern") or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            alpha = value
-            break
-    return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+def _scaling(folder: Path, config: Mapping[str, Any], module: str, rank: int) -> float:
+    try:
+        alpha = config.get("lora_alpha", 8)
+        for pattern, value in (config.get("alpha_pattern") or {}).items():
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                alpha = value
+                break
+        alpha = float(alpha)
+    except (TypeError, ValueError, OverflowError, AttributeError, re.error) as error:
+        got = " ".join(str(error).split())
+        raise CheckpointError(f"{folder / CONFIG}: lora_alpha or alpha_pattern of {module}", got=got) from None
+    if not math.isfinite(alpha):
+        raise CheckpointError(f"{folder / CONFIG}: lora_alpha of {module}", got=str(alpha), need="a finite number")
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)

@@ -15,7 +15,7 @@ from typing import Literal
 
 import pydantic
 
-from octavo.base.errors import ConfigError, RefusedError
+from octavo.base.errors import CheckpointError, ConfigError, RefusedError
 from octavo.base.log import logger, progress
 from octavo.base.report import Config, Report
 from octavo.formats.recipe import Recipe
@@ -137,6 +137,8 @@ def _base_of(run: RunFolder) -> str:
 
 def _recipe(config: ExportConfig, settings: dict[str, object], policy: dict[str, dict[str, str]]) -> Recipe:
     """The run's recipe with this export's changes; what the policy keeps in 16 bit is skipped by name."""
+    if not (config.scheme or settings.get("scheme")):
+        raise CheckpointError(f"{config.run}: config.yaml names no scheme", fix="Give --scheme.")
     scheme = str(config.scheme or settings["scheme"])
     rounding = "compensated" if config.moments else "nearest"
     trained_with = str(settings["activation"])

@@ -133,3 +133,32 @@ def test_broken_adapter(tmp_path, case, words):
     with pytest.raises(CheckpointError, match=words) as error:
         Adapter.open(tmp_path / "adapter")
     assert isinstance(error.value, OctavoError)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"lora_alpha": None},
+        {"lora_alpha": "much"},
+        {"lora_alpha": 10**400},
+        {"lora_alpha": float("nan")},
+        {"alpha_pattern": ["q_proj"]},
+        {"alpha_pattern": {"((": 1}},
+    ],
+    ids=["null", "text", "huge", "nan", "list", "pattern"],
+)
+def test_an_alpha_that_is_none(tmp_path, config):
+    write(tmp_path, **config)
+    with pytest.raises(CheckpointError, match="lora_alpha"):
+        Adapter.open(tmp_path)
+
+
+@pytest.mark.parametrize(("rank", "dtype"), [(0, torch.float32), (4, torch.int32), (4, torch.complex64)], ids=str)
+def test_matrices_without_arithmetic(tmp_path, rank, dtype):
+    shapes = {"A": (rank, 6), "B": (10, rank)}
+    write(
+        tmp_path,
+        {f"base_model.model.{Q}.lora_{s}.weight": torch.ones(shape, dtype=dtype) for s, shape in shapes.items()},
+    )
+    with pytest.raises(CheckpointError, match="rank 1 or more"):
+        Adapter.open(tmp_path)
