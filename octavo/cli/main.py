@@ -111,6 +111,8 @@ def _calm_libraries() -> None:
 
 def main() -> NoReturn:
     """The `octavo` script and `python -m octavo`."""
+    # Started with a closed stdout or stderr, Python has None there: whoever closed it wants no output.
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
     code = run(sys.argv[1:])
     try:
         sys.stdout.flush()

@@ -189,3 +189,10 @@ def test_closed_pipe_of_a_real_process():
     )
     reader.stdin.close()
     assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("closed", ["1", "2"], ids=["stdout", "stderr"])
+def test_a_stream_that_was_closed_before_the_start(closed):
+    line = f'exec "$0" -m octavo --version {closed}>&-'
+    found = subprocess.run(["sh", "-c", line, sys.executable], capture_output=True, text=True, check=False)
+    assert (found.returncode, found.stderr) == (0, "")
