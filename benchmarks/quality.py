@@ -13,6 +13,7 @@ import argparse
 import json
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -23,6 +24,7 @@ import torch
 from octavo.workflows.evaluate import EvaluateConfig, evaluate
 from octavo.workflows.export import ExportConfig, export
 from octavo.workflows.finetune import QUICK, FinetuneConfig, finetune
+from octavo.workflows.quantize import QuantizeConfig, quantize_checkpoint
 
 PROTOCOL = "SmolLM2-135M-Instruct, pydoc topics [0::7] joined by blank lines, windows of 512 tokens, float32"
 FULL = 12_288
@@ -99,7 +101,38 @@ def lora(tokens: int) -> Iterator[dict[str, Any]]:
             }
 
 
-CLAIMS: dict[str, Callable[[int], Iterator[dict[str, Any]]]] = {"plain_rounding": plain_rounding, "lora": lora}
+# activations -> the largest mean KL to the BF16 model that compensated rounding per channel may leave. Plain rounding
+# leaves 0.0176 and 0.0286; llm-compressor's GPTQ on the same scheme 0.0059 for the weights (an earlier run).
+COMPENSATED = {"none": 0.0050, "token": 0.0165}
+CALIBRATION_WINDOWS = 18  # of 512 tokens: all that the demo's calibration topics hold
+
+
+def compensated(tokens: int) -> Iterator[dict[str, Any]]:
+    """Codes rounded with compensation, same scales and size: the divergence that is left, and what it costs in time."""
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch) / "out"
+        started = time.perf_counter()
+        settings = {"rounding": "compensated", "data": "demo", "samples": CALIBRATION_WINDOWS}
+        quantized = quantize_checkpoint(QuantizeConfig(model="demo", out=out, **settings))
+        seconds = time.perf_counter() - started
+        for activation, most in COMPENSATED.items():
+            report = evaluate(EvaluateConfig(model=str(out), against="demo", activation=activation, tokens=tokens))
+            yield {
+                "weights": "channel, compensated",
+                "activation": activation,
+                "calibrate_and_quantize_seconds": round(seconds, 1),
+                "output_error": quantized.output_error,
+                "expected": {"kl": f"<= {most}"},
+                "agrees": report.kl <= most if tokens == FULL else None,
+                **report.model_dump(exclude={"model", "against", "scheme", "activation", "data", "data_fingerprint"}),
+            }
+
+
+CLAIMS: dict[str, Callable[[int], Iterator[dict[str, Any]]]] = {
+    "plain_rounding": plain_rounding,
+    "compensated": compensated,
+    "lora": lora,
+}
 
 
 def main() -> int:
