@@ -27,7 +27,7 @@ from octavo.store.writer import DEFAULT_SHARD, ShardWriter
 
 
 @dataclass(frozen=True)
-class _Move:
+class Move:
     """A stored tensor and what it becomes."""
 
     source: str
@@ -105,7 +105,7 @@ def _as_recipe(
 
 def _moves(
     source: Checkpoint, scheme: schema.StoredScheme, assignments: dict[str, Assignment], layout: str
-) -> Iterable[_Move]:
+) -> Iterable[Move]:
     scale_of = {schema.stored_scale_name(source, m): m for m, a in assignments.items() if a.rule is not None}
     for name in source:
         info = source.info(name)
@@ -113,15 +113,15 @@ def _moves(
         if name in scale_of:
             granularity = assignments[module].rule.granularity  # type: ignore[union-attr]
             shape = schema.file_scale_shape(source.shape(f"{module}.weight"), granularity, layout)
-            yield _Move(name, schema.scale_name(module, granularity, layout), torch.float32, shape)
+            yield Move(name, schema.scale_name(module, granularity, layout), torch.float32, shape)
         elif leaf in (schema.INPUT_SCALE, "activation_scale"):
             shape = (1,) if layout == "ct" else ()
-            yield _Move(name, f"{module}.{schema.INPUT_SCALE}", torch.float32, shape)
+            yield Move(name, f"{module}.{schema.INPUT_SCALE}", torch.float32, shape)
         else:
-            yield _Move(name, name, info.dtype, info.shape)
+            yield Move(name, name, info.dtype, info.shape)
 
 
-def _copy(source: Checkpoint, writer: ShardWriter, move: _Move) -> int:
+def _copy(source: Checkpoint, writer: ShardWriter, move: Move) -> int:
     stored = source.get(move.source)
     writer.put(move.name, stored.to(move.dtype).reshape(move.shape))
     return stored.nbytes

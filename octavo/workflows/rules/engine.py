@@ -21,7 +21,7 @@ from octavo.workflows.rules.model import (
     Module,
     Stored,
 )
-from octavo.workflows.rules.scheme import Scheme, Weights
+from octavo.workflows.rules.scheme import Group, Scheme, Weights
 
 E8M0 = torch.float8_e8m0fnu
 
@@ -54,6 +54,15 @@ class Built:
     scale: str = ""
     input_scale: str = ""
     scalar: tuple[tuple[int, ...], ...] = ((), (1,))
+
+
+def built_by(group: Group) -> Built:
+    """What a group of compressed-tensors makes of a linear that it targets."""
+    weights = group.weights
+    if weights is None or weights.kind != "float" or weights.bits != 8:
+        return Built(None, "its group is not FP8")
+    static = "input_scale" if weights.activation == "static" and weights.strategy != "block" else ""
+    return Built(weights, f"compressed-tensors, {weights}", "weight_scale", static)
 
 
 @dataclass

@@ -21,6 +21,7 @@ from octavo.store import schema
 from octavo.store.conversion import check_paths, write_config
 from octavo.store.folder import OutputFolder, check_space, copy_side_files
 from octavo.store.header import TensorInfo, read_header
+from octavo.store.relayout import Move
 from octavo.store.runner import Task, default_workers, write_shards
 from octavo.store.tensors import Checkpoint
 from octavo.store.writer import ShardWriter
@@ -32,14 +33,6 @@ from octavo.workflows.rules.scheme import ARGS_KEYS, GROUP_KEYS, Scheme
 # Problems of the files that writing the tensors again mends.
 MENDED = frozenset({"index-mismatch", "bad-index", "no-config"})
 CT_METHODS = ("compressed-tensors",)
-
-
-@dataclass(frozen=True)
-class _Move:
-    source: str
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
 
 
 @dataclass
@@ -83,7 +76,7 @@ def repair(checkpoint: Checkpoint, scheme: Scheme, out: Path) -> Repair:
     return work
 
 
-def _copy(source: Checkpoint, writer: ShardWriter, move: _Move) -> int:
+def _copy(source: Checkpoint, writer: ShardWriter, move: Move) -> int:
     stored = source.get(move.source)
     writer.put(move.name, stored.to(move.dtype).reshape(move.shape))
     return stored.nbytes
@@ -105,13 +98,13 @@ def _with_unlisted(checkpoint: Checkpoint, work: Repair) -> Checkpoint:
     return Checkpoint(checkpoint.folder, tensors, checkpoint.config, [])
 
 
-def _moves(model: Model, scheme: Scheme, work: Repair) -> Iterator[_Move]:
+def _moves(model: Model, scheme: Scheme, work: Repair) -> Iterator[Move]:
     """Every tensor under the name, dtype and shape that the method asks for."""
     ct = scheme.method in CT_METHODS
     for module in model.modules.values():
         found = granularity_of(module, scheme)
         for leaf, stored in module.leaves.items():
-            move = _Move(stored.name, stored.name, stored.dtype, stored.shape)
+            move = Move(stored.name, stored.name, stored.dtype, stored.shape)
             if leaf in (*WEIGHT_SCALES, *INPUT_SCALES) and module.weight and module.weight.dtype in SIXTEEN_BIT:
                 work.note(f"scales of 16-bit weights dropped ({stored.name})")
                 continue
@@ -119,7 +112,7 @@ def _moves(model: Model, scheme: Scheme, work: Repair) -> Iterator[_Move]:
                 move = _scale_move(module, stored.name, stored.dtype, found[1], scheme, ct=ct)
             elif leaf in INPUT_SCALES:
                 shape = ((1,) if ct else ()) if stored.shape in ((), (1,), (1, 1)) else stored.shape
-                move = _Move(stored.name, f"{module.name}.input_scale", torch.float32, shape)
+                move = Move(stored.name, f"{module.name}.input_scale", torch.float32, shape)
             if move.name != stored.name:
                 work.note(f"{leaf} renamed to {move.name.rpartition('.')[2]}")
             if move.shape != stored.shape:
@@ -129,7 +122,7 @@ def _moves(model: Model, scheme: Scheme, work: Repair) -> Iterator[_Move]:
 
 def _scale_move(
     module: Module, name: str, dtype: torch.dtype, granularity: Granularity, scheme: Scheme, *, ct: bool
-) -> _Move:
+) -> Move:
     assert module.weight is not None
     shape = granularity.scale_shape(module.weight.shape)
     if shape == () and ct:
@@ -138,7 +131,7 @@ def _scale_move(
     leaf = "weight_scale_inv" if native_block else "weight_scale"
     plain = dtype in (torch.bfloat16, torch.float16, torch.float32)
     wide = dtype if plain else torch.float32 if dtype.is_floating_point else dtype
-    return _Move(name, f"{module.name}.{leaf}", wide, shape)
+    return Move(name, f"{module.name}.{leaf}", wide, shape)
 
 
 # ----------------------------------------------------------------------------------------------------- configuration

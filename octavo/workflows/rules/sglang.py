@@ -14,6 +14,7 @@ from octavo.workflows.rules.engine import (
     Target,
     Voice,
     bad_patterns,
+    built_by,
     dotted_segments,
     dynamic_blocks,
     exact_or_regex,
@@ -141,7 +142,7 @@ def _compressed_tensors(model: Model, scheme: Scheme, target: Target, result: Pl
             name = f"{block}.0.{module.leaf}" if block else module.name
             result.modules[module.name] = _module(module, name, scheme, targets, out)
     linear = next((g for t, g in targets if t == "Linear"), None)
-    quantized = _built(linear) if linear is not None else Built(None, "no target matches")
+    quantized = built_by(linear) if linear is not None else Built(None, "no target matches")
     _stacked(model, scheme.skip, exact_regex_or_suffix, quantized, result)
 
 
@@ -171,7 +172,7 @@ def _fused(
     found = found or next((g for t, g in targets if _names_class(t, members[0])), None)
     if found is None and len(named) == len(members):
         found = named[0]
-    return _built(found) if found is not None else _no_target(members[0], fused, out)
+    return built_by(found) if found is not None else _no_target(members[0], fused, out)
 
 
 def _names_class(target: str, module: Module) -> bool:
@@ -195,20 +196,12 @@ def _module(module: Module, name: str, scheme: Scheme, targets: list[tuple[str, 
         if named is not None and named.weights is not None and named.weights.block:
             text = "SGLang splits the head by vocabulary rows and cannot split a block scale that way."
             out.error("head-block", module.name, text, REQUANTIZE)
-        return _built(named) if named is not None else Built(None, "no target names the head")
+        return built_by(named) if named is not None else Built(None, "no target names the head")
     if module.role == "router":
         return Built(None, "SGLang builds routers in 16 bit")
     found = next((g for t, g in targets if exact_or_regex(t, name)), None)
     found = found or next((g for t, g in targets if _names_class(t, module)), None)
-    return _built(found) if found is not None else _no_target(module, module.name, out)
-
-
-def _built(group: Group) -> Built:
-    weights = group.weights
-    if weights is None or weights.kind != "float" or weights.bits != 8:
-        return Built(None, "its group is not FP8")
-    static = "input_scale" if weights.activation == "static" and weights.strategy != "block" else ""
-    return Built(weights, f"compressed-tensors, {weights}", "weight_scale", static)
+    return built_by(found) if found is not None else _no_target(module, module.name, out)
 
 
 def _check_groups(scheme: Scheme, target: Target, out: Findings) -> None:

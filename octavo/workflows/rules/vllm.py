@@ -17,6 +17,7 @@ from octavo.workflows.rules.engine import (
     Target,
     Voice,
     bad_patterns,
+    built_by,
     dynamic_blocks,
     exact,
     exact_or_regex,
@@ -180,7 +181,7 @@ def _compressed_tensors(model: Model, scheme: Scheme, result: Plan, out: Finding
             name = canonical(f"{block}.0.{module.leaf}", model)  # vLLM asks expert 0 and takes its answer for all
         result.modules[module.name] = _ct_module(module, name, skip, targets, model)
     linear = next((g for t, g in targets if t == "Linear"), None)
-    quantized = _built(linear) if linear is not None else Built(None, "no target matches")
+    quantized = built_by(linear) if linear is not None else Built(None, "no target matches")
     _stacked(model, quantized, result, lambda block: listed(skip, canonical(block, model), exact_or_regex))
     _check_experts(model, result, out)
 
@@ -196,13 +197,13 @@ def _ct_module(
         return Built(None, "in the ignore list")
     by_name = next((g for t, g in targets if exact_or_regex(t, name)), None)
     if by_name is not None:
-        return Built(None, "vLLM builds routers in 16 bit") if _plain_router(module, model) else _built(by_name)
+        return Built(None, "vLLM builds routers in 16 bit") if _plain_router(module, model) else built_by(by_name)
     if module.role == "head":
         return Built(None, "the head is quantized only where a target names it, and 'Linear' does not")
     if _plain_router(module, model):
         return Built(None, "vLLM builds routers in 16 bit")
     by_class = next((g for t, g in targets if _names_class(t, module)), None)
-    return _built(by_class) if by_class is not None else Built(None, "no target matches")
+    return built_by(by_class) if by_class is not None else Built(None, "no target matches")
 
 
 def _names_class(target: str, module: Module) -> bool:
@@ -230,17 +231,9 @@ def _fused_target(
         out.error("mixed-schemes", where, f"One merged matrix cannot use two schemes ({schemes}).", REQUANTIZE)
         result.refused.update(m.name for m in members)
     if direct is not None or len(found) == len(names):
-        return _built(direct or found[0])
+        return built_by(direct or found[0])
     by_class = next((g for t, g in targets if _names_class(t, members[0])), None)
-    return _built(by_class) if by_class is not None else Built(None, "no target matches all of its shards")
-
-
-def _built(group: Group) -> Built:
-    weights = group.weights
-    if weights is None or weights.kind != "float" or weights.bits != 8:
-        return Built(None, "its group is not FP8")
-    static = "input_scale" if weights.activation == "static" and weights.strategy != "block" else ""
-    return Built(weights, f"compressed-tensors, {weights}", "weight_scale", static)
+    return built_by(by_class) if by_class is not None else Built(None, "no target matches all of its shards")
 
 
 def _check_groups(scheme: Scheme, out: Findings) -> None:
