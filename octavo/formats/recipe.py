@@ -78,6 +78,12 @@ class Recipe:
         fixed = replace(base.rule, **{k: v for k, v in rule.items() if v is not None})  # type: ignore[arg-type]
         return replace(base, rule=fixed, activation=activation or base.activation, skip=skip)
 
+    @property
+    def compensated(self) -> bool:
+        """Whether a rule rounds with compensation, which needs the moments of a calibration."""
+        rules = [self.rule, *(rule for _, rule in self.overrides)]
+        return any(rule is not None and rule.rounding != "nearest" for rule in rules)
+
     def wanted(self, module: str, kind: str) -> Assignment:
         """The decision for one module, fused siblings aside."""
         if kind not in QUANTIZED_ROLES:

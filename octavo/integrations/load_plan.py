@@ -6,7 +6,7 @@ quantize` does. The plan joins the two before a single weight is read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from octavo.base.errors import CheckpointError, ConfigError
 from octavo.base.log import logger
 from octavo.formats.recipe import Assignment, Recipe, Rule
 from octavo.modules.experts import NAMES
+from octavo.store.plan import nearest_elsewhere
 from octavo.store.schema import SCALE_NAMES, StoredScheme, parse_quantization_config, read_scaled
 from octavo.store.tensors import Checkpoint
 
@@ -60,10 +61,15 @@ class LoadPlan:
 
 
 def make_plan(
-    model: nn.Module, checkpoint: Checkpoint | None, recipe: Recipe | None, activation: str | None
+    model: nn.Module,
+    checkpoint: Checkpoint | None,
+    recipe: Recipe | None,
+    activation: str | None,
+    calibrated: Container[str] | None = None,
 ) -> LoadPlan:
     """Decide for a model on the meta device. recipe None: what the checkpoint stores, else `channel`.
 
+    calibrated: the modules that can be rounded with compensation; a warning counts the others.
     ConfigError if the checkpoint stores FP8 in another way than `recipe` asks for, or if nothing is to be quantized.
     """
     scheme = parse_quantization_config(checkpoint.config) if checkpoint else StoredScheme("none")
@@ -72,12 +78,14 @@ def make_plan(
     sources = sources_on_disk(model, list(shapes))
     plan = LoadPlan(recipe, {}, {}, dict(shapes), sources, scheme)
     plan.assignments = recipe.assign(shapes, layers=checkpoint.layers if checkpoint else None)
+    plan.assignments = nearest_elsewhere(plan.assignments, calibrated)
     if checkpoint is not None and scheme.groups:
         _take_stored(plan, checkpoint)
     mode = activation or recipe.activation
     tied = _tied(model)
     linears = {n: m for n, m in model.named_modules() if n and type(m) is nn.Linear and f"{n}.weight" not in tied}
     decisions = recipe.assign({f"{n}.weight": tuple(m.weight.shape) for n, m in linears.items()})
+    decisions = nearest_elsewhere(decisions, calibrated)
     for name in linears:
         _plan_linear(plan, name, decisions[name], activation)
     for name, module in model.named_modules():
@@ -85,6 +93,8 @@ def make_plan(
             _plan_experts(plan, name, module, mode)
     if checkpoint is not None:
         _refuse_lost_codes(plan, checkpoint)
+    if recipe.compensated:
+        _warn_of_nearest(plan)
     if not plan.modules:
         what = f"recipe '{recipe.name}' quantizes no module of {type(model).__name__}"
         raise ConfigError(what, got=f"{len(linears)} linear layers", fix="Check its skip patterns.")
@@ -122,12 +132,18 @@ def stored_modules(checkpoint: Checkpoint) -> Iterator[str]:
             yield name.removesuffix(".weight")
 
 
+def _warn_of_nearest(plan: LoadPlan) -> None:
+    nearest = [name for name, module in plan.modules.items() if module.rule.rounding == "nearest"]
+    if nearest:
+        logger().warning("%d modules were not calibrated and are rounded to nearest: %s", len(nearest), nearest[0])
+
+
 def _stored_recipe(scheme: StoredScheme, wanted: Recipe | None) -> Recipe:
     group = scheme.groups[0]
     rule = Rule(granularity=group.granularity)
-    if wanted is not None and wanted.rule.granularity != group.granularity:
+    if wanted is not None and (wanted.compensated or wanted.rule.granularity != group.granularity):
         raise ConfigError(
-            f"recipe '{wanted.name}'",
+            f"recipe '{wanted.name}', rounding '{wanted.rule.rounding}'",
             got=f"a checkpoint that holds FP8 with scales per {group.granularity} already",
             fix="Leave the recipe out to take what is stored, or give the original 16-bit model.",
         )

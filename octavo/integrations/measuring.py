@@ -17,6 +17,7 @@ from octavo.formats.recipe import Recipe
 from octavo.integrations.hub import first_line, load_tokenizer, resolve_model
 from octavo.integrations.load_plan import LoadPlan, sources_on_disk
 from octavo.integrations.transformers import auto_class, device_of, load, load_config, refuse_other_methods
+from octavo.store.moments import Moments
 from octavo.store.run import RunFolder
 from octavo.store.tensors import Checkpoint
 
@@ -50,6 +51,7 @@ def open_model(
     recipe: Recipe | None = None,
     activation: str | None = None,
     scales: Path | None = None,
+    moments: Moments | None = None,
     device: str | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Opened:
@@ -57,7 +59,7 @@ def open_model(
 
     recipe: quantize a 16-bit model while loading; None takes the weights as they are stored, and for a run folder
     quantizes the base as the run did. activation: what FP8 linears do to their inputs; None is what the folder, the
-    recipe or the run says. scales: a scales.json, for `static`.
+    recipe or the run says. scales: a scales.json, for `static`. moments: for a recipe that rounds with compensation.
     """
     if is_run(name):
         return _open_run(RunFolder(Path(name)), recipe, activation, scales, device, dtype)
@@ -68,7 +70,8 @@ def open_model(
             raise ConfigError(f"activation '{activation}'", got=f"{name} in 16 bit", need="FP8 weights", fix=fix)
         model = load_16bit(folder, device=device, dtype=dtype)
     else:
-        model = load(folder, recipe, device=device, dtype=dtype, activation=activation, scales=scales)
+        settings = {"activation": activation, "scales": scales, "moments": moments}
+        model = load(folder, recipe, device=device, dtype=dtype, **settings)  # type: ignore[arg-type]
     return Opened(model.eval(), load_tokenizer(folder), folder)
 
 

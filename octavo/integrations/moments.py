@@ -6,17 +6,20 @@ What is in memory at once is bounded: layers are taken in batches whose matrices
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from octavo.base.errors import CheckpointError, DataError
+from octavo.base.errors import CheckpointError, ConfigError, DataError
 from octavo.base.log import Advance, progress
 from octavo.formats.recipe import Recipe
 from octavo.integrations import measuring
 from octavo.integrations.data import calibration_samples
+from octavo.integrations.hub import resolve_model
 from octavo.modules.moments import MomentObserver, TokenWeights, fisher_backward, input_groups
 from octavo.store.manifest import fingerprint
 from octavo.store.moments import Moments, MomentsWriter
@@ -25,6 +28,45 @@ from octavo.store.tensors import Checkpoint
 WEIGHTINGS = ("none", "fisher")
 MEMORY = 4 << 30  # bytes of matrices at once
 SEED = 0  # of the tokens drawn for the Fisher weights
+
+
+@contextmanager
+def moments_for(
+    rounding: str,
+    model: str | Path,
+    *,
+    moments: Moments | Path | str | None = None,
+    data: str | None = None,
+    samples: int = 128,
+    context: int = 512,
+    weighting: str = "fisher",
+    device: str | None = None,
+    scratch: Path | None = None,
+) -> Iterator[Moments | None]:
+    """What `rounding` needs to know about the inputs of a model: None for `nearest`.
+
+    For `compensated` either `moments`, a folder, or `data` to gather them from now; those are kept in a temporary
+    folder inside `scratch` (default: the system's) until the block ends. ConfigError for anything else.
+    """
+    given = [name for name, value in (("moments", moments), ("data", data)) if value is not None]
+    if rounding == "nearest":
+        if given:
+            fix = "Use rounding 'compensated', or leave it out."
+            raise ConfigError(f"{given[0]} with rounding 'nearest', which has no use for it", fix=fix)
+        yield None
+    elif len(given) != 1:
+        got = "both moments and data" if given else "neither moments nor data"
+        fix = "Give moments (of octavo calibrate --moments), or data to calibrate on."
+        raise ConfigError("rounding 'compensated'", got=got, need="one of them", fix=fix)
+    elif isinstance(moments, Moments):
+        yield moments
+    elif moments is not None:
+        yield Moments.open(moments, model=resolve_model(model))
+    else:
+        with TemporaryDirectory(prefix=".octavo-moments.", dir=scratch) as folder:
+            yield moments_of(
+                model, str(data), Path(folder), samples=samples, context=context, weighting=weighting, device=device
+            )
 
 
 def moments_of(

@@ -24,6 +24,8 @@ from octavo.integrations.load_plan import LoadPlan, make_plan
 from octavo.integrations.streaming import Streamer, unfilled
 from octavo.modules.experts import FrozenFloat8Experts
 from octavo.modules.frozen import FrozenFloat8Linear
+from octavo.ops.rounding import Compensator
+from octavo.store.moments import Moments
 from octavo.store.scales import Scales
 from octavo.store.schema import scale_to_file, to_quantization_config
 from octavo.store.tensors import Checkpoint
@@ -39,6 +41,7 @@ class OctavoConfig(QuantizationConfigMixin):  # type: ignore[misc]
     recipe: a Recipe, the name of a preset, or None: what an FP8 checkpoint stores, else `channel`.
     activation: what the linears do to their inputs here, instead of the recipe's mode; files keep the recipe's.
     skip: patterns of modules that stay in 16 bit, added to the recipe's. scales: a scales.json, for `static`.
+    moments: of `octavo calibrate --moments`, for a recipe whose rounding is `compensated`.
     Once a model is loaded, `to_dict()` is the compressed-tensors configuration of what is in memory.
     """
 
@@ -48,19 +51,25 @@ class OctavoConfig(QuantizationConfigMixin):  # type: ignore[misc]
         activation: str | None = None,
         skip: tuple[str, ...] = (),
         scales: Scales | Path | str | None = None,
+        moments: Moments | Path | str | None = None,
         **unknown: Any,
     ) -> None:
         unknown.pop("quant_method", None)
         if unknown:
-            raise ConfigError("OctavoConfig", got=", ".join(unknown), need="recipe, activation, skip or scales")
+            raise ConfigError(
+                "OctavoConfig", got=", ".join(unknown), need="recipe, activation, skip, scales or moments"
+            )
         chosen = Recipe.named(recipe) if isinstance(recipe, str) else recipe
         if skip:
             base = chosen or Recipe.named("channel")
             chosen = Recipe(base.name, base.rule, base.activation, (*base.skip, *skip), base.overrides)
         if activation is not None:
             Recipe(activation=activation)  # an unknown mode is an error here, not after the download
+        if chosen is not None and chosen.compensated and moments is None:
+            fix = "Give the moments of octavo calibrate --moments, or call octavo.load with data."
+            raise ConfigError("rounding 'compensated'", got="no moments", fix=fix)
         self.quant_method = METHOD
-        self.recipe, self.activation, self.scales = chosen, activation, scales
+        self.recipe, self.activation, self.scales, self.moments = chosen, activation, scales, moments
         self.saved_as: dict[str, Any] | ConfigError | None = None
         self.problems: list[OctavoError] = []
 
@@ -133,12 +142,14 @@ class OctavoQuantizer(HfQuantizer):  # type: ignore[misc]
         config = self.quantization_config
         folder = Path(checkpoint_files[0]).parent if checkpoint_files else None
         checkpoint = Checkpoint.open(folder) if folder and (folder / "config.json").is_file() else None
-        scales = config.scales
+        scales, moments = config.scales, config.moments
         with torch.device("cpu"):  # Transformers builds the model under torch.device("meta"), and files are real
             if isinstance(scales, str | Path):
                 scales = Scales.load(Path(scales), model=checkpoint)
-            self.plan = make_plan(model, checkpoint, config.recipe, config.activation)
-        self.streamer = Streamer(self.plan, checkpoint, scales)
+            if isinstance(moments, str | Path):
+                moments = Moments.open(moments, model=checkpoint)
+            self.plan = make_plan(model, checkpoint, config.recipe, config.activation, moments)
+        self.streamer = Streamer(self.plan, checkpoint, scales, Compensator(moments) if moments else None)
         for name, module in list(model.named_modules()):
             if name in self.plan.modules:
                 model.set_submodule(name, self._replacement(name, module))
@@ -245,7 +256,7 @@ class OctavoQuantizer(HfQuantizer):  # type: ignore[misc]
         # Undone on saving, these would join codes and leave their scales apart: such weights keep the model's names.
         kept = [c for c in model._weight_conversions if not linear & set(c.source_patterns)]
         model._weight_conversions = kept
-        self.streamer.checkpoint = None
+        self.streamer.checkpoint = self.streamer.solve = None
         return model
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

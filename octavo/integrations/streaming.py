@@ -19,6 +19,8 @@ from octavo.formats.scaled import ScaledTensor
 from octavo.integrations.load_plan import LoadPlan, ModulePlan
 from octavo.modules.frozen import FrozenParameter
 from octavo.ops.quantize import quantize
+from octavo.ops.rounding import SLICE as COMPENSATED_SLICE
+from octavo.ops.rounding import Compensator
 from octavo.store.scales import Scales
 from octavo.store.schema import read_scaled
 from octavo.store.tensors import Checkpoint
@@ -33,17 +35,27 @@ TRIM_EVERY = 1 << 26
 Tensors = dict[str, torch.Tensor]
 
 
-def quantize_in_slices(x: torch.Tensor, rule: Rule, name: str, scale: torch.Tensor | None = None) -> ScaledTensor:
+def quantize_in_slices(
+    x: torch.Tensor,
+    rule: Rule,
+    name: str,
+    scale: torch.Tensor | None = None,
+    *,
+    solve: Compensator | None = None,
+    module: str = "",
+) -> ScaledTensor:
     """`octavo.quantize` of a matrix [N, K], in row slices: the same codes and scales, and memory that does not grow.
 
-    CheckpointError names the tensor if it holds NaN or Inf.
+    solve: rounds with the moments of `module` where the rule asks for it. CheckpointError names the tensor if it holds
+    NaN or Inf.
     """
     if rule.method == "absmax" and isinstance(rule.granularity, PerTensor) and scale is None:
         scale = scale_of(amax_in_slices([x], name), rule.spec, rule.scale_format)
     if not x.numel():
         return quantize(x, rule, scale=scale)
     tile = rule.granularity.tile[0]
-    step = _rows(x)
+    compensated = solve is not None and rule.rounding != "nearest"
+    step = max(COMPENSATED_SLICE // x.shape[1], 1) if compensated else _rows(x)
     step = -(-step // tile) * tile if tile else (step if scale is not None else len(x))
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     scales = []
@@ -51,7 +63,7 @@ def quantize_in_slices(x: torch.Tensor, rule: Rule, name: str, scale: torch.Tens
         part = x[start : start + step]
         if scale is None:  # whoever gave one has looked at all values
             _check_finite(part, name)
-        q = quantize(part, rule, scale=scale)
+        q = solve(part, rule, scale, module) if solve and compensated else quantize(part, rule, scale=scale)
         codes[start : start + step] = q.codes
         scales.append(q.scale)
     whole = scale if scale is not None else torch.cat(scales)
@@ -94,11 +106,13 @@ class Streamer:
     """Makes the parameters of planned modules out of the tensors that arrive.
 
     held: weights that wait for their fused siblings, by module; with per-tensor scales all of them share one scale.
+    solve: for rules that round with compensation.
     """
 
     plan: LoadPlan
     checkpoint: Checkpoint | None
     scales: Scales | None = None
+    solve: Compensator | None = None
     held: Tensors = field(default_factory=dict)
     untrimmed: int = 0
 
@@ -113,9 +127,7 @@ class Streamer:
             return self._parameters(module, plan, ScaledTensor(codes, scale, q.spec, q.granularity))
         group = self._common_scale_group(module)
         if len(group) == 1:
-            return self._parameters(
-                module, plan, quantize_in_slices(self._exact(plan, x), plan.rule, self._name(module))
-            )
+            return self._parameters(module, plan, self._quantize(module, self._exact(plan, x)))
         self.held[module] = self._exact(plan, x)
         if not all(sibling in self.held for sibling in group):
             return {}
@@ -124,7 +136,7 @@ class Streamer:
         scale = scale_of(amax, plan.rule.spec, plan.rule.scale_format)
         result: Tensors = {}
         for sibling in group:
-            q = quantize_in_slices(waiting.pop(sibling), plan.rule, self._name(sibling), scale.to(x.device))
+            q = self._quantize(sibling, waiting.pop(sibling), scale.to(x.device))
             result |= self._parameters(sibling, self.plan.modules[sibling], replace(q, scale=q.scale.clone()))
         return result
 
@@ -152,6 +164,11 @@ class Streamer:
                 scales[expert, shard] = q.scale
         self._count(codes.numel())
         return {name: FrozenParameter(codes), f"{name}_scale": FrozenParameter(scales)}
+
+    def _quantize(self, module: str, x: torch.Tensor, scale: torch.Tensor | None = None) -> ScaledTensor:
+        plan = self.plan.modules[module]
+        key = plan.disk or module
+        return quantize_in_slices(x, plan.rule, self._name(module), scale, solve=self.solve, module=key)
 
     def _parameters(self, module: str, plan: ModulePlan, q: ScaledTensor) -> Tensors:
         self._count(q.nbytes)

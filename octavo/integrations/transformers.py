@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from octavo.base.errors import CheckpointError, ConfigError, OctavoError, Refuse
 from octavo.base.log import logger
 from octavo.formats.recipe import Recipe
 from octavo.integrations.hub import first_line, resolve_model
+from octavo.store.moments import Moments
 from octavo.store.scales import Scales
 from octavo.store.tensors import Checkpoint
 
@@ -31,6 +33,12 @@ def load(
     dtype: torch.dtype | str | None = None,
     activation: str | None = None,
     scales: Scales | Path | str | None = None,
+    rounding: str | None = None,
+    moments: Moments | Path | str | None = None,
+    data: str | None = None,
+    samples: int = 128,
+    context: int = 512,
+    weighting: str = "fisher",
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """A model with its linears and experts in FP8, ready to generate, to take LoRA adapters, or to be saved.
@@ -40,6 +48,8 @@ def load(
     dtype: of everything that is not FP8; default the checkpoint's 16-bit type, else bfloat16.
     activation: what the linears do to their inputs: `none`, `token`, `group128` or `static`; None is the recipe's mode,
     what an engine would do. `static` needs `scales` or a checkpoint that stores input scales.
+    rounding: `nearest` or `compensated`; None is the recipe's. `compensated` needs `moments`, the folder of
+    `octavo calibrate --moments`, or `data` to calibrate on first: `samples` of `context` tokens, `weighting` as there.
 
     Peak memory: the FP8 model and its largest tensor; files are mapped, never read whole. `save_pretrained` writes a
     compressed-tensors checkpoint that needs no Octavo.
@@ -48,11 +58,45 @@ def load(
     setting. MismatchError: scales of another model. RefusedError: the model needs remote code and `trust_remote_code`
     is off. UnsupportedError: a model type that the installed Transformers does not know, or no such device.
     """
+    from octavo.integrations.moments import moments_for
+
+    if rounding is not None:
+        recipe = _rounded(recipe, rounding)
+    folder = resolve_model(model, trust_remote_code=trust_remote_code)
+    place = device_of(device)
+    wanted = "compensated" if isinstance(recipe, Recipe) and recipe.compensated else "nearest"
+    with moments_for(
+        wanted,
+        folder,
+        moments=moments,
+        data=data,
+        samples=samples,
+        context=context,
+        weighting=weighting,
+        device=str(place),
+    ) as found:
+        return _load(folder, recipe, place, dtype, activation, scales, found, trust_remote_code)
+
+
+def _rounded(recipe: Recipe | str | None, rounding: str) -> Recipe:
+    """The recipe with this rounding instead of its own."""
+    chosen = recipe if isinstance(recipe, Recipe) else Recipe.named(recipe or "channel")
+    return replace(chosen, rule=replace(chosen.rule, rounding=rounding))
+
+
+def _load(
+    folder: Path,
+    recipe: Recipe | str | None,
+    place: torch.device,
+    dtype: torch.dtype | str | None,
+    activation: str | None,
+    scales: Scales | Path | str | None,
+    moments: Moments | None,
+    trust_remote_code: bool,
+) -> PreTrainedModel:
     from octavo.integrations.quantizer import OctavoConfig, ragged_blocks
 
-    quantization = OctavoConfig(recipe, activation, scales=scales)
-    place = device_of(device)
-    folder = resolve_model(model, trust_remote_code=trust_remote_code)
+    quantization = OctavoConfig(recipe, activation, scales=scales, moments=moments)
     checkpoint = Checkpoint.open(folder)
     refuse_other_methods(checkpoint)
     config = load_config(folder, trust_remote_code=trust_remote_code)

@@ -67,7 +67,7 @@ def make_plan(
     pieces = find_pieces(source, dequantize=dequantize)
     shapes = {piece.name: piece.shape for piece in pieces}
     decided = recipe.assign(shapes, layout=layout, layers=source.layers, config=source.text_config)
-    decided = _nearest_elsewhere(_drop_impossible(decided, pieces), calibrated)
+    decided = nearest_elsewhere(_drop_impossible(decided, pieces), calibrated)
     pieces = restack(pieces, {m: a.rule is not None for m, a in decided.items()}, source)
     plan = Plan(pieces, decided, {}, layout, _outcomes(decided, shapes))
     plan.amax_group = _shared_scales(decided)
@@ -90,7 +90,7 @@ def _check_sliceable(recipe: Recipe, calibrated: Container[str] | None) -> None:
             raise ConfigError("scale method 'mse' with one scale per tensor", need="scheme channel or block128")
 
 
-def _nearest_elsewhere(decided: dict[str, Assignment], calibrated: Container[str] | None) -> dict[str, Assignment]:
+def nearest_elsewhere(decided: Mapping[str, Assignment], calibrated: Container[str] | None) -> dict[str, Assignment]:
     """Compensated rounding needs the inputs of a linear: without them it is rounded to nearest, and says so."""
     result = dict(decided)
     for module, found in decided.items():

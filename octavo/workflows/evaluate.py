@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,14 +22,18 @@ from octavo.base.report import Config, Report
 from octavo.formats.recipe import Recipe
 from octavo.integrations import measuring
 from octavo.integrations.data import load_data, token_windows
+from octavo.integrations.moments import moments_for
 from octavo.modules.divergence import Divergence, PairedScore, Perplexity, window_nll
+from octavo.store.moments import Moments
 
 
 class EvaluateConfig(Config):
     """model, against: a folder in 16 bit or FP8, the run folder of a fine-tune, a hub id, or `demo`.
 
     data: as for calibrate; its part `split`. tokens: at most so many, in windows of `context`.
-    scheme: `stored` takes the weights as the folder has them; another quantizes a 16-bit `model` while loading.
+    scheme: `stored` takes the weights as the folder has them; another quantizes a 16-bit `model` while loading, with
+    `scale_format` and `rounding`: `compensated` needs `moments`, or `calibration`, a source of text as for calibrate,
+    of which `samples` windows are taken.
     activation: what `model` does to its activations: none, static (needs scales), token, group128; by default what its
     folder says, and none for 16-bit weights quantized here. `against` runs as it is stored.
     """
@@ -41,6 +46,10 @@ class EvaluateConfig(Config):
     context: int = pydantic.Field(512, ge=2)
     scheme: Literal["stored", "channel", "block128", "tensor"] = "stored"
     scale_format: Literal["fp32", "po2"] = "fp32"
+    rounding: Literal["nearest", "compensated"] = "nearest"
+    moments: Path | None = None
+    calibration: str | None = None
+    samples: int = pydantic.Field(128, ge=1)
     activation: Literal["none", "static", "token", "group128"] | None = None
     scales: Path | None = None
     device: str | None = None
@@ -103,14 +112,17 @@ def evaluate(config: EvaluateConfig) -> EvaluateReport:
     started = time.monotonic()
     device, dtype = config.device, measuring.compute_dtype(config.dtype, config.device)
     data = load_data(config.data, config.split, limit=config.tokens)
-    opened = measuring.open_model(
-        config.model,
-        recipe=recipe_of(config),
-        activation=config.activation,
-        scales=config.scales,
-        device=device,
-        dtype=dtype,
-    )
+    recipe = recipe_of(config)
+    with moments_of(config) as moments:
+        opened = measuring.open_model(
+            config.model,
+            recipe=recipe,
+            activation=config.activation,
+            scales=config.scales,
+            moments=moments,
+            device=device,
+            dtype=dtype,
+        )
     context = min(config.context, config.tokens)
     texts, count = data.texts(opened.tokenizer), config.tokens // context
     windows = token_windows(opened.tokenizer, texts, context, count)
@@ -138,14 +150,26 @@ def evaluate(config: EvaluateConfig) -> EvaluateReport:
     return report
 
 
+def moments_of(config: EvaluateConfig) -> AbstractContextManager[Moments | None]:
+    """What compensated rounding needs; None for nearest."""
+    settings = config.model_dump(include={"moments", "samples", "context", "device"})
+    return moments_for(config.rounding, config.model, data=config.calibration, **settings)
+
+
 def recipe_of(config: EvaluateConfig) -> Recipe | None:
     """How to quantize `model` while it loads; None takes its weights as stored."""
     if config.scheme == "stored":
+        if config.rounding != "nearest":
+            fix = "Name a scheme, or leave the rounding out."
+            raise ConfigError(f"rounding '{config.rounding}'", got="weights as stored", need="a scheme", fix=fix)
         return None
     if config.activation == "static" and config.scales is None:
         fix = "Give --scales scales.json, written by octavo calibrate."
         raise ConfigError("activation 'static'", got="no scales", need="calibrated scales", fix=fix)
-    return Recipe.named(config.scheme, activation=config.activation or "none", scale_format=config.scale_format)
+    activation = config.activation or "none"
+    return Recipe.named(
+        config.scheme, activation=activation, scale_format=config.scale_format, rounding=config.rounding
+    )
 
 
 def alone(model: nn.Module, windows: torch.Tensor) -> dict[str, Any]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Literal
 
 import pydantic
@@ -17,7 +15,7 @@ from octavo.base.report import Config, Report
 from octavo.formats.recipe import ACTIVATIONS, PRESETS, ROUNDINGS, Recipe
 from octavo.formats.scale import SCALE_FORMATS, SCALE_METHODS
 from octavo.integrations.hub import resolve_model
-from octavo.integrations.moments import moments_of
+from octavo.integrations.moments import moments_for
 from octavo.ops.rounding import SLICE as COMPENSATED_SLICE
 from octavo.ops.rounding import Compensator, round_nearest
 from octavo.store.conversion import ConversionSummary, check_paths, convert_checkpoint
@@ -149,34 +147,13 @@ def quantize_checkpoint(config: QuantizeConfig) -> QuantizeReport:
     return _report(config, summary, str(recipe.rule), solve)
 
 
-@contextmanager
-def _moments(config: QuantizeConfig, source: Checkpoint) -> Iterator[Moments | None]:
+def _moments(config: QuantizeConfig, source: Checkpoint) -> AbstractContextManager[Moments | None]:
     """What compensated rounding needs: read from the folder given, or gathered now and thrown away afterwards."""
-    given = [name for name in ("moments", "data") if getattr(config, name) is not None]
-    if config.rounding == "nearest":
-        if given:
-            fix = "Add --rounding compensated, or leave it out."
-            raise ConfigError(f"{given[0]} with rounding 'nearest', which has no use for it", fix=fix)
-        yield None
-    elif len(given) != 1:
-        got = "both moments and data" if given else "neither moments nor data"
-        fix = "Give --moments (of octavo calibrate --moments), or --data to calibrate on."
-        raise ConfigError("rounding 'compensated'", got=got, need="one of them", fix=fix)
-    elif config.moments is not None:
-        yield Moments.open(config.moments, model=source)
-    else:
+    if config.data is not None and config.moments is None and config.rounding != "nearest":
         check_paths(source.folder, config.out)  # before the long part
         config.out.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(prefix=f".{config.out.name}.moments.", dir=config.out.parent) as folder:
-            yield moments_of(
-                source.folder,
-                str(config.data),
-                Path(folder),
-                samples=config.samples,
-                context=config.context,
-                weighting=config.weighting,
-                device=config.device,
-            )
+    settings = config.model_dump(include={"moments", "data", "samples", "context", "weighting", "device"})
+    return moments_for(config.rounding, source.folder, scratch=config.out.parent, **settings)
 
 
 def parse_size(text: str) -> int:

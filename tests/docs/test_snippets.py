@@ -52,7 +52,10 @@ def run_line(line, model):
     elif line not in ELSEWHERE:
         assert line.startswith("octavo "), f"nothing here can run: {line}"
         words = shlex.split(line)
-        argv = [str(model) if word == "demo" and before != "--data" else word for before, word in pairwise(words)]
+        argv = [
+            str(model) if word == "demo" and before not in ("--data", "--calibration") else word
+            for before, word in pairwise(words)
+        ]
         assert run(argv) == 0, line
 
 

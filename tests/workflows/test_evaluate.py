@@ -63,6 +63,16 @@ def test_quantized_while_loading(tiny_llama, data, tmp_path):
     assert json.loads(out.read_text())["kl"] == report.kl
 
 
+@pytest.mark.parametrize("scale_format", ["fp32", "po2"])
+def test_compensated_while_loading_is_closer(tiny_llama, data, scale_format):
+    settings = {"against": str(tiny_llama), "scheme": "block128", "scale_format": scale_format}
+    plain = run(tiny_llama, data, **settings)
+    better = run(tiny_llama, data, **settings, rounding="compensated", calibration=data, samples=6)
+    assert better.kl < 0.7 * plain.kl
+    again = run(tiny_llama, data, **settings, rounding="compensated", calibration=data, samples=6)
+    assert again.kl == better.kl
+
+
 def test_activation_modes(tiny_llama, tiny_llama_128, data, tmp_path):
     """Rounding activations too costs more; every mode gives its own figure; static scales serve their model only."""
     calibrate(CalibrateConfig(model=str(tiny_llama), data=data, out=tmp_path / "scales.json", samples=4, context=64))
@@ -169,6 +179,10 @@ def test_bad_input(tiny_llama, data, tmp_path):
         run(tiny_llama, str(tmp_path / "nothing.txt"))
     with pytest.raises(ConfigError, match="static"):
         run(tiny_llama, data, scheme="channel", activation="static")
+    with pytest.raises(ConfigError, match="weights as stored"):
+        run(tiny_llama, data, rounding="compensated", calibration=data)
+    with pytest.raises(ConfigError, match="neither"):
+        run(tiny_llama, data, scheme="channel", rounding="compensated")
     with pytest.raises(ConfigError, match="need FP8 weights"):
         run(tiny_llama, data, activation="token")
     with pytest.raises(ConfigError, match="Did you mean 'scheme'"):

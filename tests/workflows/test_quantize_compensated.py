@@ -33,7 +33,7 @@ def test_same_scales_lower_output_error(tiny_llama_128, data, tmp_path, scheme):
     name = "model.layers.1.mlp.down_proj"
     q, p = read_scaled(b, name), read_scaled(a, name)
     assert torch.equal(q.scale, p.scale) and not torch.equal(q.codes, p.codes)
-    assert not list(tmp_path.glob(".better*")), "the moments were temporary"
+    assert not list(tmp_path.glob(".octavo-moments*")), "the moments were temporary"
 
 
 def test_moments_of_calibrate_give_the_same_codes_each_time(tiny_llama, data, tmp_path):
