@@ -2,13 +2,16 @@
 
 import json
 import shlex
-import time
+import statistics
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from octavo.cli.main import run
 from octavo.pipelines import quickstart as pipeline
+from octavo.pipelines.phases import cpu_seconds
 from octavo.store.tensors import Checkpoint
 
 KEYS = ["bf16_ppl", "fp8_ppl", "finetuned_ppl", "exported_ppl", "exported_dir", "verify", "seconds"]
@@ -35,10 +38,9 @@ def test_tiny_model_end_to_end(tiny_llama, tmp_path, capsys, monkeypatch):
     command = shlex.split(shown.splitlines()[-1])
     assert command[command.index("vllm") : command.index("vllm") + 3] == ["vllm", "serve", str(out / "model")]
 
-    started = time.monotonic()
     code, again, shown = quickstart(capsys, out, tiny_llama)
     assert code == 0 and again == report
-    assert shown.count("done before") == 7 and time.monotonic() - started < 10
+    assert shown.count("done before") == 7
 
     code, refused, _ = quickstart(capsys, out, "demo")
     assert code == 2 and refused["error"]["code"] == "mismatch"
@@ -57,14 +59,29 @@ def test_folder_with_something_else_is_refused(tmp_path, capsys, tiny_llama):
     assert [path.name for path in Path(tmp_path).iterdir()] == ["mine.txt"]
 
 
+def training_pass_cpu_seconds(folder):
+    """CPU seconds of one forward and backward pass of the model over 4 x 256 tokens in FP32: the median of five."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokens = torch.randint(0, 1000, (4, 256), generator=torch.Generator().manual_seed(0))
+    seconds = []
+    for _ in range(5):
+        started = cpu_seconds()
+        model(tokens, labels=tokens).loss.backward()
+        seconds.append(cpu_seconds() - started)
+    return statistics.median(seconds)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_the_real_thing(tmp_path, capsys, demo_model):
-    """What the README promises. The time is counted in CPU seconds: two cores for six minutes are 720 of them."""
+    """What the README promises. How long it takes is counted in training passes of the plain model on the same machine
+    (CPU seconds of both), which other work and a slower processor hardly change: `make quickstart` prints the seconds.
+    """
+    unit = training_pass_cpu_seconds(demo_model)
     code, report, _ = quickstart(capsys, tmp_path / "out", "demo")
     assert code == 0 and report["verify"] == "ok"
     assert 0 < report["fp8_ppl"] / report["bf16_ppl"] - 1 < 0.05
     assert report["finetuned_ppl"] < 0.9 * report["bf16_ppl"]
     assert report["exported_ppl"] == pytest.approx(report["finetuned_ppl"], rel=0.03)
     phases = json.loads((tmp_path / "out" / "quickstart.json").read_text())["phases"]
-    assert sum(phase["cpu_seconds"] for phase in phases.values()) < 600
+    assert sum(phase["cpu_seconds"] for phase in phases.values()) < 100 * unit  # 41 measured
