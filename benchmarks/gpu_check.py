@@ -26,7 +26,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import octavo
 from octavo import E4M3, E5M2, FrozenFloat8Linear, PerBlock, PerGroup, PerRow, PerTensor, Rule
 from octavo.base.hardware import caps_of
-from octavo.formats.reference import decode, dequantize_ref, encode, quantize_ref
+from octavo.formats.codec import decode, encode
+from octavo.formats.reference import dequantize_ref, quantize_ref
 from octavo.ops.linear import linear
 from octavo.testing import FLOOR_DB, assert_sqnr
 

@@ -7,55 +7,11 @@ from __future__ import annotations
 
 import torch
 
+from octavo.formats.codec import decode, encode
 from octavo.formats.granularity import Granularity
 from octavo.formats.scale import mse_scale, scale_of
 from octavo.formats.scaled import ScaledTensor
 from octavo.formats.spec import FloatSpec
-
-
-def encode(x: torch.Tensor, spec: FloatSpec) -> torch.Tensor:
-    """Round float values to `spec`, as uint8 codes. Any shape and float dtype.
-
-    Round to nearest, ties to even; saturate at +-spec.max, Inf too; NaN becomes the NaN of its sign; -0 and subnormals
-    are kept. The torch cast is not used: what it does on overflow changed between versions.
-    """
-    bits = x.float().contiguous().view(torch.int32)
-    sign = (bits >> 24) & 0x80
-    magnitude = bits & 0x7FFFFFFF
-    is_nan = magnitude > 0x7F800000
-    x_abs = magnitude.view(torch.float32).clamp(max=spec.max)
-    # Subnormal range: adding 2**23 units of the last place leaves the rounded count of units in the low bits.
-    unit = spec.min_subnormal
-    lifted = (x_abs.clamp(max=spec.min_normal) + unit * 2.0**23).view(torch.int32)
-    subnormal = lifted - _bits_of(unit * 2.0**23)
-    # Normal range: add half a unit of the last kept bit, less one where that bit is even, and cut.
-    cut = 23 - spec.mantissa
-    x_bits = x_abs.view(torch.int32)
-    rounded = (x_bits + ((1 << (cut - 1)) - 1) + ((x_bits >> cut) & 1)) >> cut
-    normal = rounded - ((127 - spec.bias) << spec.mantissa)
-    code = torch.where(x_abs < spec.min_normal, subnormal, normal)
-    code = torch.where(is_nan, torch.full_like(code, spec.nan_codes[len(spec.nan_codes) // 2 - 1]), code)
-    return (code | sign).to(torch.uint8)
-
-
-def decode(codes: torch.Tensor, spec: FloatSpec) -> torch.Tensor:
-    """uint8 codes (or the float8 dtype of `spec`) -> float32, exact."""
-    return decode_table(spec).to(codes.device)[codes.view(torch.uint8).int()]
-
-
-def decode_table(spec: FloatSpec) -> torch.Tensor:
-    """float32 [256]: what each byte means, from the bit layout."""
-    byte = torch.arange(256, dtype=torch.int32)
-    width = spec.exponent + spec.mantissa
-    body = byte & ((1 << width) - 1)
-    exponent, fraction = body >> spec.mantissa, (body & ((1 << spec.mantissa) - 1)).double()
-    steps = 2.0**spec.mantissa
-    normal = (1 + fraction / steps) * torch.exp2((exponent - spec.bias).double())
-    value = torch.where((exponent > 0) | (spec.mantissa == 0), normal, fraction * spec.min_subnormal)
-    if spec.ieee:
-        value = torch.where(exponent == (1 << spec.exponent) - 1, torch.full_like(value, torch.inf), value)
-    value[list(spec.nan_codes)] = torch.nan
-    return torch.where((byte > 127) & spec.signed, -value, value).float()
 
 
 def quantize_ref(
@@ -88,7 +44,3 @@ def dequantize_ref(q: ScaledTensor, dtype: torch.dtype = torch.float32) -> torch
 def scaled_mm_ref(a: ScaledTensor, b: ScaledTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """a [..., M, K] @ b [N, K]^T -> [..., M, N]: dequantized operands, float32 arithmetic, one final rounding."""
     return (dequantize_ref(a) @ dequantize_ref(b).mT).to(dtype)
-
-
-def _bits_of(value: float) -> int:
-    return int(torch.tensor(value, dtype=torch.float32).view(torch.int32))

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from octavo.base.errors import DataError, ShapeError
+from octavo.formats.codec import encode
 from octavo.formats.granularity import Granularity
-from octavo.formats.reference import encode
 from octavo.formats.spec import FloatSpec
 
 BLOCK = 128  # columns whose corrections are applied at once, by one GEMM

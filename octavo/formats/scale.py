@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from octavo.base.errors import ConfigError
+from octavo.formats.codec import decode, encode
 from octavo.formats.granularity import Granularity
 from octavo.formats.spec import FloatSpec
 
@@ -53,8 +54,6 @@ def mse_scale(x: torch.Tensor, spec: FloatSpec, granularity: Granularity, scale_
 
     Never worse than absmax, which is the first candidate. Inf and NaN carry no weight in the error.
     """
-    from octavo.formats.reference import decode, encode
-
     finite = torch.isfinite(x)
     x = torch.where(finite, x, torch.zeros_like(x)).float()
     amax = granularity.amax(x)

@@ -14,9 +14,9 @@ from functools import cache
 import torch
 
 from octavo.base.log import logger
+from octavo.formats.codec import decode, decode_table, encode
 from octavo.formats.granularity import Granularity, PerTensor
 from octavo.formats.recipe import Rule
-from octavo.formats.reference import decode, decode_table, encode
 from octavo.formats.scale import mse_scale, scale_of
 from octavo.formats.scaled import ScaledTensor
 from octavo.formats.spec import SPECS, FloatSpec
@@ -94,7 +94,7 @@ def amax(x: torch.Tensor, granularity: Granularity) -> torch.Tensor:
 
 
 def encode_into(values: torch.Tensor, out: torch.Tensor, spec: FloatSpec) -> None:
-    """formats.reference.encode of float32 `values`, which are overwritten, into uint8 `out`."""
+    """formats.codec.encode of float32 `values`, which are overwritten, into uint8 `out`."""
     if cast_is_exact(spec.name):
         out.view(spec.dtype).copy_(values.clamp_(-spec.max, spec.max))
     else:

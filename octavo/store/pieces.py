@@ -15,7 +15,7 @@ import torch
 
 from octavo.base.errors import CheckpointError, ConfigError
 from octavo.formats.architectures import CONV1D_TYPES, STACKED_LAYOUT, W_NAMES, role
-from octavo.formats.reference import decode
+from octavo.formats.codec import decode
 from octavo.formats.scaled import ScaledTensor
 from octavo.store.schema import INPUT_SCALE, SCALE_NAMES, StoredScheme, parse_quantization_config, read_scaled
 from octavo.store.tensors import Checkpoint

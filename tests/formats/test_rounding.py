@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from octavo.base.errors import DataError, ShapeError
+from octavo.formats.codec import decode, encode
 from octavo.formats.granularity import PerBlock, PerRow, PerTensor
-from octavo.formats.reference import decode, encode, quantize_ref
+from octavo.formats.reference import quantize_ref
 from octavo.formats.rounding import Curvature, compensated, nearest
 from octavo.formats.spec import E4M3, E5M2
 

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from octavo.formats.codec import decode_table, encode
 from octavo.formats.granularity import PerBlock, PerRow, PerTensor
 from octavo.formats.recipe import Rule
-from octavo.formats.reference import decode_table, dequantize_ref, encode, quantize_ref
+from octavo.formats.reference import dequantize_ref, quantize_ref
 from octavo.formats.scaled import ScaledTensor
 from octavo.formats.spec import E4M3, E5M2
 from octavo.ops import cpu

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from octavo.base.errors import CheckpointError, ConfigError
-from octavo.formats.reference import decode
+from octavo.formats.codec import decode
 from octavo.formats.spec import E4M3
 from octavo.workflows.rules.scan import as_float32, decode_fast
 from octavo.workflows.verify import VerifyConfig, verify

@@ -6,8 +6,8 @@ import math
 
 import torch
 
+from octavo.formats.codec import decode, encode
 from octavo.formats.granularity import PerBlock
-from octavo.formats.reference import decode, encode
 from octavo.formats.scale import is_power_of_two, power_of_two_above
 from octavo.formats.spec import E4M3
 from octavo.workflows.rules.engine import Plan, experts_block

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from octavo.formats.reference import decode_table
+from octavo.formats.codec import decode_table
 from octavo.formats.spec import E4M3
 from octavo.store.tensors import Checkpoint
 
