@@ -18,9 +18,11 @@ import torch
 
 from octavo.base.errors import ConfigError, UnsupportedError, did_you_mean
 from octavo.base.hardware import HardwareCaps, caps_named, caps_of
+from octavo.base.packages import pip_line, version_of
 from octavo.formats.granularity import from_tile
 from octavo.formats.recipe import Rule
 from octavo.formats.scaled import ScaledTensor
+from octavo.kernels.tiling import MAX_TOKENS
 
 TABLE_VERSION = 1
 OPS = ("quantize", "dequantize", "linear", "linear_dx", "scaled_mm")
@@ -73,11 +75,12 @@ class Kernels(Protocol):
 
 @dataclass(frozen=True)
 class Backend:
-    """name: for tables and messages. refuse: every reason against, or None. module: where its kernels are."""
+    """name: for tables and messages. refuse: every reason against, or None. module: the home of its `ops`."""
 
     name: str
     refuse: Callable[[Problem, HardwareCaps], str | None]
     module: str
+    ops: tuple[str, ...] = OPS
 
     def load(self) -> Kernels:
         return cast(Kernels, import_module(self.module))
@@ -193,12 +196,34 @@ def _refuse_dequant(problem: Problem, caps: HardwareCaps) -> str | None:
     return "; ".join(reasons) or None
 
 
+def _refuse_w8a16(problem: Problem, caps: HardwareCaps) -> str | None:
+    reasons = []
+    if problem.op != "linear":
+        return f"does linear, not {problem.op}"
+    if problem.device != "cuda" or caps.sm < (8, 0):
+        reasons.append(f"needs a CUDA device of sm80 or later, this is {caps.tag}")
+    if problem.activation != "none":
+        reasons.append(f"takes inputs as they are, asked to quantize them per {problem.activation}")
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        reasons.append(f"multiplies 16-bit inputs, these are {problem.dtype}")
+    if problem.tile not in ((0, 0), (1, 0), (128, 128)):
+        reasons.append(f"has scales per tensor, row or block128x128, not {from_tile(*problem.tile)}")
+    if not 1 <= problem.m <= MAX_TOKENS:
+        reasons.append(f"takes 1 to {MAX_TOKENS} tokens, these are {problem.m}")
+    if problem.k % 16 or not problem.k or not problem.n:
+        reasons.append(f"loads 16 codes of a row at once: N > 0 and K a multiple of 16, not {problem.n} x {problem.k}")
+    if version_of("cuda-core") is None:
+        reasons.append(f"compiles with cuda-core, which is not installed: {pip_line('gpu')}")
+    return "; ".join(reasons) or None
+
+
 def _never(problem: Problem, caps: HardwareCaps) -> str | None:
     return None
 
 
 BACKENDS = {
     "cpu": Backend("cpu", _refuse_cpu, "octavo.ops.cpu"),
+    "w8a16": Backend("w8a16", _refuse_w8a16, "octavo.ops.w8a16", ("linear",)),
     "dequant": Backend("dequant", _refuse_dequant, "octavo.ops.dequant"),
     "reference": Backend("reference", _never, "octavo.ops.reference"),
 }

@@ -67,10 +67,36 @@ def test_table_file_is_sound_and_versioned():
         choose(Problem("linear"), fake_caps("cpu"), {"version": 1, "rows": []})
 
 
-def test_every_backend_loads_and_offers_every_op():
+def test_every_backend_loads_and_offers_its_ops():
     for backend in BACKENDS.values():
         kernels = backend.load()
-        assert all(callable(getattr(kernels, op)) for op in OPS)
+        for op in OPS:
+            if op in backend.ops:
+                assert callable(getattr(kernels, op))
+            else:
+                assert backend.refuse(Problem(op, "cuda", k=128), fake_caps("h200")) is not None
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        ({"device": "cpu"}, "CUDA device"),
+        ({"m": 17}, "1 to 16 tokens, these are 17"),
+        ({"m": 0}, "these are 0"),
+        ({"k": 200}, "multiple of 16"),
+        ({"k": 0}, "multiple of 16"),
+        ({"tile": (1, 128)}, "not group128"),
+        ({"dtype": torch.float32}, "these are torch.float32"),
+        ({"activation": "token"}, "per token"),
+    ],
+    ids=str,
+)
+def test_w8a16_says_what_it_cannot(change, reason):
+    problem = Problem("linear", **{"device": "cuda", "k": 576, **change})
+    with pytest.raises(UnsupportedError, match=reason):
+        choose(problem, fake_caps("a100"), backend="w8a16")
+    assert choose(Problem("linear", "cuda", k=576), fake_caps("a100"), backend="w8a16").backend == "w8a16"
+    assert "sm80 or later, this is sm75" in BACKENDS["w8a16"].refuse(Problem("linear", "cuda"), fake_caps("t4"))
 
 
 def test_why():

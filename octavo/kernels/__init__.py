@@ -1,0 +1,1 @@
+"""F2: kernels. Buffers in, nothing out; seen only by ops."""

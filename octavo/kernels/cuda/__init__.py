@@ -1,0 +1,1 @@
+"""CUDA C++ sources and the loader that compiles them at run time."""

@@ -1,0 +1,119 @@
+// What every kernel stands on: fixed-width types, the few PTX instructions used, FP8 codes to 16-bit pairs.
+//
+// No header is included, so a source is one text: nothing to install beside NVRTC, and its hash is its cache key.
+// The same text compiles for the host (tests/kernels/emulator.h defines OCTAVO_HOST and the instructions below), which
+// is how kernels are checked where there is no GPU.
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef long long i64;
+
+#ifndef OCTAVO_HOST
+
+#define KERNEL(threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks)
+#define DEVICE __device__ __forceinline__
+#define SHARED __shared__
+
+// 16 bytes that are read once: past L1, first to leave L2.
+DEVICE uint4 load_once(const void* address) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(address));
+    return v;
+}
+
+// 16 bytes that other warps read too.
+DEVICE uint4 load_shared_by_all(const void* address) { return __ldg(static_cast<const uint4*>(address)); }
+
+DEVICE u32 permute(u32 low, u32 high, u32 selector) { return __byte_perm(low, high, selector); }
+DEVICE float float_of_bits(u32 bits) { return __uint_as_float(bits); }
+DEVICE u32 bits_of_float(float value) { return __float_as_uint(value); }
+
+// Two bfloat16 times two bfloat16. fma.bf16x2 with -0: sm_80 has no mul.bf16x2.
+DEVICE u32 multiply_bf16x2(u32 a, u32 b) {
+    u32 product;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(a), "r"(b), "r"(0x80008000u));
+    return product;
+}
+
+DEVICE u16 fp16_of_float(float value) {
+    u16 bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}
+
+DEVICE u16 bf16_of_float(float value) {
+    u16 bits;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}
+
+DEVICE float float_of_fp16(u16 bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+}
+
+// c += a b, a 16 x 16 row-major, b 16 x 8 column-major, FP32 accumulation (PTX ISA, mma.m16n8k16).
+DEVICE void mma_fp16(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+                 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+DEVICE void mma_bf16(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+                 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+#endif
+
+// Four codes in natural order -> two pairs of 16-bit floats, each value times a power of two that DECODE_UNIT undoes.
+// A code is sign, exponent, mantissa from the top: moved to the top of a 16-bit float its fields only need the distance
+// of the two exponent widths as a right shift below the sign, and are then too small by the distance of the biases.
+// Exact for every finite code, subnormals and -0 included; E4M3's two NaN codes read as +-480 (a load refuses them).
+struct Pairs {
+    u32 low, high;
+};
+
+DEVICE u32 shifted_pair(u32 spread, int shift, u32 body) { return (spread & 0x80008000u) | ((spread >> shift) & body); }
+
+DEVICE Pairs e4m3_to_fp16(u32 codes) {  // values times 2**-8
+    return {shifted_pair(permute(codes, 0, 0x1404), 1, 0x3F803F80u),
+            shifted_pair(permute(codes, 0, 0x3424), 1, 0x3F803F80u)};
+}
+
+DEVICE Pairs e4m3_to_bf16(u32 codes) {
+    // Times 2**120 here, not in the sum: products near 2**-120 would reach FP32's subnormals.
+    const u32 two_to_120 = 0x7B807B80u;
+    return {multiply_bf16x2(shifted_pair(permute(codes, 0, 0x1404), 4, 0x07F007F0u), two_to_120),
+            multiply_bf16x2(shifted_pair(permute(codes, 0, 0x3424), 4, 0x07F007F0u), two_to_120)};
+}
+
+DEVICE Pairs e5m2_to_fp16(u32 codes) { return {permute(codes, 0, 0x1404), permute(codes, 0, 0x3424)}; }
+
+DEVICE Pairs e5m2_to_bf16(u32 codes) {
+    const u32 two_to_112 = 0x77807780u;
+    return {multiply_bf16x2(shifted_pair(permute(codes, 0, 0x1404), 3, 0x0FE00FE0u), two_to_112),
+            multiply_bf16x2(shifted_pair(permute(codes, 0, 0x3424), 3, 0x0FE00FE0u), two_to_112)};
+}
+
+// FP32 -> E4M3 code: round to nearest, ties to even; saturate at +-448, Inf too; NaN keeps its sign; -0 and subnormals
+// kept. Normal range: add half a unit of the last kept bit (less one where it is even) and cut. Subnormal range: adding
+// 2**14 leaves the count of units of 2**-9 in the low bits.
+DEVICE u32 e4m3_of_float(float value) {
+    const u32 bits = bits_of_float(value);
+    u32 magnitude = bits & 0x7FFFFFFFu;
+    const bool is_nan = magnitude > 0x7F800000u;
+    magnitude = magnitude < 0x43E00000u ? magnitude : 0x43E00000u;
+    const u32 normal = ((magnitude + 0x7FFFFu + ((magnitude >> 20) & 1u)) >> 20) - 960u;
+    const u32 subnormal = bits_of_float(float_of_bits(magnitude) + 16384.0f) - 0x46800000u;
+    const u32 code = is_nan ? 0x7Fu : (magnitude < 0x3C800000u ? subnormal : normal);
+    return code | ((bits >> 24) & 0x80u);
+}

@@ -1,0 +1,199 @@
+"""CUDA C++ to a launched kernel: compiled once per variant by NVRTC, kept on disk, launched on torch's stream.
+
+No build step and no version to match: NVRTC comes with torch's CUDA packages, the sources include no header. Normally
+the code is a cubin for the device at hand. OCTAVO_ARCH=80 compiles PTX for compute_80 instead, which the driver
+translates: so the code path of an A100 runs on any later GPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from octavo.base.env import env
+from octavo.base.errors import OctavoError, UnsupportedError
+from octavo.base.packages import pip_line, version_of
+from octavo.base.report import atomic_write
+
+SOURCES = Path(__file__).parent
+ENTRY = "octavo_kernel"
+# A kernel that spills, keeps local arrays or computes in FP64 is a mistake, on any GPU: it does not compile.
+PTXAS = ["--warn-on-spills", "--warn-on-local-memory-usage", "--warn-on-double-precision-use", "-Werror"]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One kernel: a source file of this folder and the macros that specialize it."""
+
+    source: str
+    defines: tuple[tuple[str, int], ...]
+
+    @property
+    def text(self) -> str:
+        """The whole source as one text: macros first, `#include "x.cuh"` replaced by the file."""
+        body = _inlined(self.source)
+        return "".join(f"#define {name} {value}\n" for name, value in (*self.defines, ("NAME", ENTRY))) + body
+
+    def __str__(self) -> str:
+        return f"{self.source} ({', '.join(f'{name}={value}' for name, value in self.defines)})"
+
+
+def architecture(sm: tuple[int, int]) -> str:
+    """What to compile for on a device of compute capability `sm`: `sm_90`, or `compute_80` where OCTAVO_ARCH says."""
+    return f"compute_{env().arch}" if env().arch else f"sm_{sm[0]}{sm[1]}"
+
+
+def compile_variant(variant: Variant, arch: str) -> bytes:
+    """The cubin for `sm_NN` or the PTX for `compute_NN`. Needs NVRTC, and for PTX a driver; no GPU for a cubin.
+
+    UnsupportedError: cuda-core is not installed, or the text does not compile (the line, the options and the log).
+    """
+    if version_of("cuda-core") is None:
+        raise UnsupportedError("kernels in CUDA C++", need="the package cuda-core", fix=pip_line("gpu"))
+    from cuda.core import Program, ProgramOptions
+
+    cubin = arch.startswith("sm_")
+    options = ProgramOptions(std="c++17", arch=arch, name=variant.source, ptxas_options=PTXAS if cubin else None)
+    try:
+        compiled = Program(variant.text, "c++", options).compile("cubin" if cubin else "ptx")
+    except Exception as error:
+        if type(error).__name__ not in ("NVRTCError", "CUDAError"):
+            raise
+        raise UnsupportedError(
+            f"{variant} does not compile for {arch}", got=_first_error(variant.text, error)
+        ) from error
+    return bytes(compiled.code)
+
+
+@lru_cache(maxsize=1024)
+def load(variant: Variant, sm: tuple[int, int]) -> Any:
+    """The kernel of `variant` for devices of this capability: from this process, from disk, or compiled now."""
+    from cuda.core import ObjectCode
+
+    arch = architecture(sm)
+    path = cache_folder() / f"{cache_key(variant, arch)}.{'cubin' if arch.startswith('sm_') else 'ptx'}"
+    code = read_cached(path)
+    if code is None:
+        code = compile_variant(variant, arch)
+        atomic_write(path, hashlib.sha256(code).digest() + code)
+    try:
+        opened = ObjectCode.from_cubin(code) if arch.startswith("sm_") else ObjectCode.from_ptx(code)
+        return opened.get_kernel(ENTRY)
+    except Exception as error:
+        if type(error).__name__ != "CUDAError":
+            raise
+        raise UnsupportedError(
+            f"{variant} compiled for {arch} does not load",
+            got=str(error),
+            need=f"a driver for CUDA {nvrtc_version()[0]} or later",
+            fix="Update the NVIDIA driver; under WSL2 it is the driver of Windows.",
+        ) from error
+
+
+def warm_up(variants: Iterable[Variant], device: torch.device) -> None:
+    """Compile and load before the first call: what CUDA graph capture needs. Several at once, on the CPU's cores."""
+    sm = torch.cuda.get_device_capability(device)
+    with torch.cuda.device(device), ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda variant: load(variant, sm), variants))
+
+
+def launch(variant: Variant, grid: tuple[int, ...], threads: int, arguments: tuple[Any, ...], x: torch.Tensor) -> None:
+    """Launch on the device of `x` and torch's current stream there.
+
+    arguments: tensors and None are passed as addresses, numpy scalars as they are.
+    """
+    from cuda.core import LaunchConfig, launch
+
+    device = x.device
+    with torch.cuda.device(device):  # the device of x need not be the current one
+        kernel = load(variant, torch.cuda.get_device_capability(device))
+        stream = _stream(torch.cuda.current_stream(device).cuda_stream)
+        addresses = [_address(argument) for argument in arguments]
+        launch(stream, LaunchConfig(grid=grid, block=threads), kernel, *addresses)
+        if env().debug_sync:
+            _check(variant, grid, arguments, device)
+
+
+def cache_folder() -> Path:
+    """cache_dir/kernels, private to the user: code from it is executed."""
+    folder = env().cache_dir / "kernels"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.stat()
+    if status.st_uid != os.getuid():
+        raise UnsupportedError(
+            f"kernel cache {folder}",
+            got=f"a folder of user {status.st_uid}",
+            fix="Name a folder of your own in OCTAVO_CACHE_DIR.",
+        )
+    if status.st_mode & 0o077:
+        folder.chmod(0o700)
+    return folder
+
+
+def cache_key(variant: Variant, arch: str) -> str:
+    """Source, options, compiler: whatever changes the code changes its name."""
+    parts = [variant.text, arch, str(nvrtc_version()), *PTXAS]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def read_cached(path: Path) -> bytes | None:
+    """The code in `path`, which begins with its SHA-256; None if it is absent or not what was written."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    return data[32:] if hashlib.sha256(data[32:]).digest() == data[:32] else None
+
+
+@cache
+def nvrtc_version() -> tuple[int, int]:
+    from cuda.bindings import nvrtc
+
+    _, major, minor = nvrtc.nvrtcVersion()
+    return major, minor
+
+
+def _inlined(name: str) -> str:
+    text = (SOURCES / name).read_text(encoding="utf-8")
+    return re.sub(r'^#include "(\w+\.cuh)"$', lambda match: _inlined(match[1]), text, flags=re.MULTILINE)
+
+
+def _first_error(text: str, error: Exception) -> str:
+    """The compiler's first error with the source line it speaks of, or its whole log."""
+    log = str(error)
+    if match := re.search(r"\((\d+)\): error: (.*)", log):
+        return f"{match[2]} in: {text.splitlines()[int(match[1]) - 1].strip()}"
+    return log
+
+
+def _address(argument: Any) -> Any:
+    if argument is None:
+        return 0
+    return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
+
+
+@lru_cache(maxsize=64)
+def _stream(handle: int) -> Any:
+    from cuda.core import Stream
+
+    return Stream.from_handle(handle)
+
+
+def _check(variant: Variant, grid: tuple[int, ...], arguments: tuple[Any, ...], device: torch.device) -> None:
+    """With OCTAVO_DEBUG_SYNC=1 a fault is an error here and now, not a dead process later."""
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        shapes = [list(a.shape) if isinstance(a, torch.Tensor) else str(a) for a in arguments]
+        raise OctavoError(
+            f"kernel {variant} failed on {device}", got=f"grid {grid}, arguments {shapes}: {error}"
+        ) from error

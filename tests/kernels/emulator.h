@@ -1,0 +1,150 @@
+// CUDA's thread model on the host, one block at a time: each CUDA thread is a fiber that runs until it waits.
+// Enough for the package's kernels: barriers, warp-wide mma and shuffles, the instructions of device.cuh.
+#pragma once
+#define OCTAVO_HOST
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <vector>
+#include <ucontext.h>
+
+struct uint4 { uint32_t x, y, z, w; };
+struct dim3 { int x = 1, y = 1, z = 1; };
+static dim3 blockIdx, threadIdx, blockDim, gridDim;
+
+namespace emulator {
+struct Barrier { int need = 0, arrived = 0; uint64_t generation = 0; };
+struct Fiber { ucontext_t context; std::vector<char> stack; int id; bool done; };
+static std::vector<Fiber> fibers;
+static ucontext_t scheduler;
+static int current;
+static Barrier block_barrier;
+static std::vector<Barrier> warp_barriers;
+static std::function<void()> body;
+
+static void yield() {
+    swapcontext(&fibers[current].context, &scheduler);
+}
+static void wait(Barrier& barrier) {
+    const uint64_t mine = barrier.generation;
+    if (++barrier.arrived == barrier.need) { barrier.arrived = 0; ++barrier.generation; return; }
+    while (barrier.generation == mine) yield();
+}
+static void entry() { body(); fibers[current].done = true; yield(); }
+
+static int run_block(int threads) {
+    fibers.resize(threads);
+    block_barrier = {threads};
+    warp_barriers.assign((threads + 31) / 32, Barrier{32});
+    for (int i = 0; i < threads; ++i) {
+        Fiber& fiber = fibers[i];
+        fiber.stack.resize(128 << 10);
+        fiber.id = i; fiber.done = false;
+        getcontext(&fiber.context);
+        fiber.context.uc_stack.ss_sp = fiber.stack.data();
+        fiber.context.uc_stack.ss_size = fiber.stack.size();
+        fiber.context.uc_link = &scheduler;
+        makecontext(&fiber.context, entry, 0);
+    }
+    // Last thread first: code that needs a barrier and lacks it must not be saved by the order of threads.
+    for (int left = threads, idle = 0; left > 0 && idle < 1000;) {
+        const int before = left;
+        for (int i = threads - 1; i >= 0; --i) {
+            if (fibers[i].done) continue;
+            current = i; threadIdx.x = i;
+            swapcontext(&scheduler, &fibers[i].context);
+            left -= fibers[i].done;
+        }
+        idle = left == before ? idle + 1 : 0;
+        if (idle == 1000) return 1;  // threads wait for each other for ever
+    }
+    return 0;
+}
+
+// grid x threads; 0, or 1 for a deadlock.
+static int launch(dim3 grid, int threads, std::function<void()> kernel) {
+    body = kernel; gridDim = grid; blockDim = {threads, 1, 1};
+    for (int z = 0; z < grid.z; ++z) for (int y = 0; y < grid.y; ++y) for (int x = 0; x < grid.x; ++x) {
+        blockIdx = {x, y, z};
+        if (run_block(threads)) return 1;
+    }
+    return 0;
+}
+
+struct Exchange { uint32_t a[32][4], b[32][2]; };
+static std::vector<Exchange> exchanges(64);
+}  // namespace emulator
+
+#define KERNEL(threads, blocks) extern "C" void
+#define DEVICE static inline
+#define SHARED static
+
+static void __syncthreads() { emulator::wait(emulator::block_barrier); }
+static void sync_warp() { emulator::wait(emulator::warp_barriers[threadIdx.x / 32]); }
+
+static inline uint4 load_once(const void* address) { uint4 v; memcpy(&v, address, 16); return v; }
+static inline uint4 load_shared_by_all(const void* address) { return load_once(address); }
+static inline uint32_t bits_of_float(float value) { uint32_t bits; memcpy(&bits, &value, 4); return bits; }
+static inline float float_of_bits(uint32_t bits) { float value; memcpy(&value, &bits, 4); return value; }
+
+static inline uint32_t permute(uint32_t low, uint32_t high, uint32_t selector) {
+    const uint64_t bytes = uint64_t(high) << 32 | low;
+    uint32_t result = 0;
+    for (int i = 0; i < 4; ++i) result |= uint32_t(bytes >> (selector >> (4 * i) & 7) * 8 & 0xFF) << (8 * i);
+    return result;
+}
+
+static inline float float_of_bf16(uint32_t bits) { return float_of_bits(bits << 16); }
+static inline float float_of_fp16(uint16_t bits) {
+    const int exponent = bits >> 10 & 31, fraction = bits & 1023;
+    float value = exponent == 31 ? (fraction ? NAN : INFINITY)
+                : exponent ? std::ldexp(1024.0f + fraction, exponent - 25) : std::ldexp(float(fraction), -24);
+    return bits & 0x8000 ? -value : value;
+}
+static inline uint16_t bf16_of_float(float value) {
+    const uint32_t bits = bits_of_float(value);
+    if ((bits & 0x7FFFFFFF) > 0x7F800000) return 0x7FFF;
+    return uint16_t((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+}
+static inline uint16_t fp16_of_float(float value) {
+    const uint32_t bits = bits_of_float(value);
+    const uint16_t sign = bits >> 16 & 0x8000;
+    const float magnitude = std::fabs(value);
+    if (std::isnan(value)) return 0x7FFF;
+    if (magnitude >= 65520.0f) return sign | 0x7C00;
+    if (magnitude < std::ldexp(1.0f, -14)) return sign | uint16_t(std::nearbyint(std::ldexp(magnitude, 24)));
+    const uint32_t body = bits_of_float(magnitude);
+    return sign | uint16_t((body + 0xFFF + (body >> 13 & 1) - (112u << 23)) >> 13);
+}
+static inline uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
+    uint32_t result = 0;
+    for (int i = 0; i < 2; ++i)
+        result |= uint32_t(bf16_of_float(float_of_bf16(a >> 16 * i & 0xFFFF) * float_of_bf16(b >> 16 * i & 0xFFFF))) << 16 * i;
+    return result;
+}
+
+// PTX ISA, fragments of mma.m16n8k16: a row (g, g + 8), k (2t, 2t + 1 and + 8); b column g, same k; c rows, columns 2t.
+template <float (*value)(uint32_t)>
+static void mma_any(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    emulator::Exchange& shared = emulator::exchanges[threadIdx.x / 32];
+    memcpy(shared.a[lane], a, 16);
+    memcpy(shared.b[lane], b, 8);
+    sync_warp();
+    for (int out = 0; out < 4; ++out) {
+        const int row = g + 8 * (out / 2), column = 2 * t + out % 2;
+        float total = 0;
+        for (int k = 0; k < 16; ++k) {
+            const int owner = k % 8 / 2, upper = k / 8, half = k % 2;
+            const uint32_t left = shared.a[row % 8 * 4 + owner][row / 8 + 2 * upper] >> 16 * half & 0xFFFF;
+            const uint32_t right = shared.b[column * 4 + owner][upper] >> 16 * half & 0xFFFF;
+            total += value(left) * value(right);
+        }
+        c[out] += total;
+    }
+    sync_warp();
+}
+static float fp16_value(uint32_t bits) { return float_of_fp16(uint16_t(bits)); }
+static inline void mma_fp16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) { mma_any<fp16_value>(c, a, b); }
+static inline void mma_bf16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) { mma_any<float_of_bf16>(c, a, b); }

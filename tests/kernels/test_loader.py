@@ -1,0 +1,84 @@
+"""Kernels compile for every GPU without one being here: no spills, no local arrays, no FP64; and the cache is safe."""
+
+import dataclasses
+
+import pytest
+
+from octavo.base.errors import UnsupportedError
+from octavo.kernels.cuda import loader
+from octavo.kernels.tiling import FEW, MORE
+
+pytest.importorskip("cuda.core")
+ARCHITECTURES = ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"]
+
+
+def w8a16(tile, x_bf16, e5m2, scales):
+    names = ("X_BF16", "E5M2", "SCALES", "TILES_N", "TILES_M", "WARPS_N", "WARPS_K", "DEPTH")
+    return loader.Variant(
+        "w8a16.cu", tuple(zip(names, (x_bf16, e5m2, scales, *dataclasses.astuple(tile)), strict=True))
+    )
+
+
+VARIANTS = [w8a16(tile, x_bf16, 0, scales) for tile in (FEW, MORE) for x_bf16 in (0, 1) for scales in (0, 1, 2)]
+VARIANTS += [w8a16(FEW, x_bf16, 1, 1) for x_bf16 in (0, 1)]
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_kernel_compiles(arch):
+    """Spills, local memory and FP64 are errors in `loader.PTXAS`; so is more than 48 KiB of static shared memory."""
+    for variant in VARIANTS:
+        assert loader.compile_variant(variant, arch)[:4] == b"\x7fELF"
+
+
+def test_the_gate_works(monkeypatch, tmp_path):
+    """What the gate forbids does not compile, and the message shows the line."""
+    monkeypatch.setattr(loader, "SOURCES", tmp_path)
+    signature = 'extern "C" __global__ void NAME(double* x, int n)'
+    broken = {
+        "fp64": f"{signature} {{ x[0] = x[1] * 3.0; }}",
+        "local": f"{signature} {{ int a[64]; for (int i = 0; i < 64; ++i) a[i] = n * i; x[0] = (float)a[n]; }}",
+        "typo": f"{signature} {{\n  int missing = nowhere;\n}}",
+    }
+    for name, text in broken.items():
+        (tmp_path / f"{name}.cu").write_text(text)
+        with pytest.raises(UnsupportedError, match=f"{name}.cu.*does not compile for sm_80"):
+            loader.compile_variant(loader.Variant(f"{name}.cu", (("DEPTH", 2),)), "sm_80")
+    with pytest.raises(UnsupportedError, match="int missing = nowhere"):
+        loader.compile_variant(loader.Variant("typo.cu", ()), "sm_80")
+
+
+def test_cache_key_names_what_changes_the_code(monkeypatch):
+    one, other = VARIANTS[:2]
+    keys = {loader.cache_key(one, "sm_80"), loader.cache_key(other, "sm_80"), loader.cache_key(one, "sm_90")}
+    monkeypatch.setattr(loader, "nvrtc_version", lambda: (99, 0))
+    assert len(keys | {loader.cache_key(one, "sm_80")}) == 4
+
+
+def test_a_damaged_cache_file_is_not_run(tmp_path):
+    path = tmp_path / "kernel.cubin"
+    assert loader.read_cached(path) is None
+    digest = loader.hashlib.sha256(b"code").digest()
+    path.write_bytes(digest + b"code")
+    assert loader.read_cached(path) == b"code"
+    for damaged in (digest + b"cod", digest + b"codf", b"", b"code"):
+        path.write_bytes(damaged)
+        assert loader.read_cached(path) is None
+
+
+def test_cache_is_private(tmp_path, monkeypatch):
+    folder = tmp_path / "kernels"
+    folder.mkdir(mode=0o755)
+    monkeypatch.setattr(loader, "env", lambda: dataclasses.replace(real, cache_dir=tmp_path))
+    assert loader.cache_folder() == folder and folder.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setattr(loader.os, "getuid", lambda: folder.stat().st_uid + 1)
+    with pytest.raises(UnsupportedError, match="a folder of user"):
+        loader.cache_folder()
+
+
+def test_forced_architecture(monkeypatch):
+    assert loader.architecture((9, 0)) == "sm_90"
+    monkeypatch.setattr(loader, "env", lambda: dataclasses.replace(real, arch="80"))
+    assert loader.architecture((9, 0)) == "compute_80"
+
+
+real = loader.env()
