@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octavo.cli.common import ACTIVATIONS, SCHEMES, AsJson, ConfigFile, Result, flags, option
+from octavo.cli.common import ACTIVATIONS, SCHEMES, AsJson, ConfigFile, Device, Result, flags, option
 from octavo.cli.render import layers_folded, number, pairs, size, table
 
 if TYPE_CHECKING:
     from octavo.workflows.export import ExportReport
 
 WORST = 5
+FIGURES = ("of weights", "of outputs", "rounding error / change", "output cosine")
 
 
 def export(
@@ -27,9 +28,15 @@ def export(
     scheme: Annotated[str | None, option("By default the run's.", None, SCHEMES)] = None,
     scale_format: Annotated[str | None, option("By default the run's.", None, "fp32|po2")] = None,
     activation: Annotated[str | None, option("When served. By default as trained.", None, ACTIVATIONS)] = None,
-    moments: Annotated[
-        Path | None, option("Round with compensation: what calibrate --moments wrote.", None, "DIR")
+    rounding: Annotated[
+        str | None, option("By default compensated where moments or data are given.", None, "nearest|compensated")
     ] = None,
+    moments: Annotated[Path | None, option("Of the base: what calibrate --moments wrote.", None, "DIR")] = None,
+    data: Annotated[str | None, option("Instead of moments: text to calibrate on.", None, "DATA")] = None,
+    samples: Annotated[int | None, option("Windows of that text.", 128)] = None,
+    context: Annotated[int | None, option("Tokens of a window.", 512)] = None,
+    weighting: Annotated[str | None, option("Of those tokens.", "fisher", "none|fisher")] = None,
+    device: Device = None,
     model: Annotated[str | None, option("The base model, if it moved.", None, "MODEL")] = None,
     min_kept: Annotated[float | None, option("Refuse below this share of the adapter's change.", 0.9)] = None,
     max_shard_size: Annotated[int | None, option("Of the files written, bytes.", 5_000_000_000)] = None,
@@ -44,17 +51,25 @@ def export(
     return Result(report, _lines(report))
 
 
+def _survival(report: ExportReport) -> list[tuple[object, ...]]:
+    rows: list[tuple[object, ...]] = [(report.rounding, *map(number, report.figures()))]
+    if report.nearest:
+        rows.append(("nearest", *map(number, report.nearest.figures())))
+    return rows
+
+
 def _lines(report: ExportReport) -> list[object]:
     facts = {
         "written": f"{report.out}, {size(report.bytes_out)}",
         "scheme": f"{report.scheme}, layout {report.layout}, activations {report.activation}",
-        "adapter kept": number(report.kept),
-        "output cosine": f"{number(report.output_cosine)}, {report.measured_on}",
+        "measured on": report.measured_on,
     }
-    lines: list[object] = [pairs(facts)]
-    layers = [(layer.module, layer.kept, layer.output_cosine) for layer in report.layers if layer.kept is not None]
-    if rows := sorted(layers, key=lambda row: row[1])[:WORST]:
-        lines.append(table(("least kept", "share", "output cosine"), rows))
+    lines: list[object] = [pairs(facts), table(("adapter kept", *FIGURES), _survival(report))]
+    layers = [layer for layer in report.layers if layer.kept is not None]
+    if worst := sorted(layers, key=lambda layer: layer.output_kept or layer.kept or 0)[:WORST]:
+        lines.append(
+            table(("least kept", *FIGURES), [(layer.module, *map(number, layer.figures())) for layer in worst])
+        )
     kept = sorted({(layers_folded(name), reason) for name, reason in report.kept_16bit.items()})
     if kept:
         lines.append(table(("stays in 16 bit", "because"), kept))

@@ -102,7 +102,7 @@ def _finetune(folder: str, run: Path) -> Facts:
 
 def _export(run: Path, out: Path) -> Facts:
     report = export(ExportConfig.parse({"run": run, "out": out}))
-    return {"kept": report.kept, "output_cosine": report.output_cosine}
+    return {"kept": report.kept}
 
 
 def _verify(folder: Path) -> Facts:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Literal
 
@@ -17,16 +18,17 @@ import pydantic
 
 from octavo.base.errors import CheckpointError, ConfigError, RefusedError
 from octavo.base.log import logger, progress
-from octavo.base.report import Config, Report
+from octavo.base.report import Config
 from octavo.formats.recipe import Recipe
 from octavo.integrations.hub import resolve_model
+from octavo.integrations.moments import moments_for
 from octavo.ops.rounding import SLICE as COMPENSATED_SLICE
 from octavo.ops.rounding import Compensator, round_nearest
 from octavo.store.adapter import Adapter
 from octavo.store.conversion import ConversionSummary, convert_checkpoint
 from octavo.store.folder import check_output
 from octavo.store.manifest import fingerprint
-from octavo.store.merge import LayerKept, Merge, Survival
+from octavo.store.merge import Kept, LayerKept, Merge
 from octavo.store.moments import Moments
 from octavo.store.run import RunFolder
 from octavo.store.scales import Scales
@@ -34,7 +36,6 @@ from octavo.store.slices import SLICE
 from octavo.store.tensors import Checkpoint
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM's --max-lora-rank takes
-MEASURED_ON = f"{Survival.PROBES} random normal inputs a layer"
 
 
 class ExportConfig(Config):
@@ -42,10 +43,13 @@ class ExportConfig(Config):
 
     merge: `original` adds the adapter to the original weights in float32 and quantizes the sum; `dequantized` adds it
     to the FP8 weights the run trained over; `none` writes the FP8 base and, in `adapter/`, the adapter beside it.
-    min_kept: refuse below this share of the adapter's change, over all layers. model: where the base model is now,
-    if it moved. moments: of the base model, from `octavo calibrate --moments`: the merged weights are then rounded with
-    compensation, not to nearest. scheme, scale_format: default those of the run. activation: what the served linears
-    do to their inputs; default what the run trained with, or for `none` the scheme's own.
+    min_kept: refuse below this share of the adapter's change, over all layers; of the outputs' change where inputs are
+    known. model: where the base model is now, if it moved.
+    moments: inputs of the base model, from `octavo calibrate --moments`; or data: a source of text to calibrate on
+    (`samples` of `context` tokens, `weighting` as in calibrate, run on `device`). With either, survival is measured on
+    outputs, and the merged weights are rounded with compensation unless rounding is `nearest`.
+    scheme, scale_format: default those of the run. activation: what the served linears do to their inputs; default what
+    the run trained with, or for `none` the scheme's own.
     """
 
     run: Path
@@ -55,17 +59,24 @@ class ExportConfig(Config):
     scheme: str | None = None
     scale_format: str | None = None
     activation: str | None = None
+    rounding: Literal["nearest", "compensated"] | None = None
     moments: Path | None = None
+    data: str | None = None
+    samples: int = pydantic.Field(128, ge=1)
+    context: int = pydantic.Field(512, ge=2)
+    weighting: Literal["none", "fisher"] = "fisher"
+    device: str | None = None
     model: str | None = None
     min_kept: float = pydantic.Field(0.9, ge=0, le=1)
     max_shard_size: int = pydantic.Field(5_000_000_000, ge=1)
 
 
-class ExportReport(Report):
-    """kept, output_cosine: over all layers together, weighted by the size of change and output; None: nothing to lose.
+class ExportReport(Kept):
+    """Survival over all layers together (see `Kept`), weighted by the size of change and output; None: nothing to lose.
 
-    kept_16bit: module -> why, for linears that stay in 16 bit. measured_on: the inputs of output_cosine. next: commands
-    to serve the result.
+    rounding: of the merged weights. nearest: where that is `compensated`, what rounding to nearest would have kept.
+    measured_on: the inputs of output figures. kept_16bit: module -> why, for linears that stay in 16 bit.
+    next: commands to serve the result.
     """
 
     out: str
@@ -74,8 +85,8 @@ class ExportReport(Report):
     scheme: str
     layout: str
     activation: str
-    kept: float | None
-    output_cosine: float | None
+    rounding: str
+    nearest: Kept | None
     measured_on: str
     layers: list[LayerKept]
     kept_16bit: dict[str, str]
@@ -94,9 +105,9 @@ def export(config: ExportConfig) -> ExportReport:
     `min_kept` of the change left; then nothing is written.
     """
     started = time.monotonic()
-    if config.moments and config.merge == "none":
-        fix = "Leave --moments out: the adapter was trained beside a base rounded to nearest."
-        raise ConfigError("merge 'none' with moments", got="nothing to round anew", fix=fix)
+    if config.merge == "none" and (config.moments or config.data or config.rounding == "compensated"):
+        fix = "Leave moments, data and rounding out: the adapter was trained beside a base rounded to nearest."
+        raise ConfigError("merge 'none' with calibrated rounding", got="nothing to round anew", fix=fix)
     run = RunFolder(config.run)
     run.require_finished()
     settings, policy = run.read_config(), run.read_policy()
@@ -112,15 +123,17 @@ def export(config: ExportConfig) -> ExportReport:
         )
     recipe = _recipe(config, settings, policy)
     scales = Scales.load(run.scales, model=source) if recipe.activation == "static" else None
-    merge = Merge(source, {} if config.merge == "none" else adapter.match(source.shapes()), recipe, config.layout)
-    merge.requantized_base = config.merge == "dequantized" and not is_fp8
+    pairs = {} if config.merge == "none" else adapter.match(source.shapes())
     check_output(config.out, config.out)
     work = config.out.parent / f".{config.out.name}.octavo-export"
     if work.exists():
         shutil.rmtree(work)
     try:
-        summary = _convert(config, source, work, recipe, merge, scales, is_fp8)
-        _check(config, merge.survival)
+        with _moments(config, source) as moments:
+            merge = Merge(source, pairs, recipe, config.layout, moments)
+            merge.requantized_base = config.merge == "dequantized" and not is_fp8
+            summary = _convert(config, source, work, recipe, merge, scales, is_fp8)
+        _check(config, merge.survival.total())
         if config.merge == "none":
             shutil.copytree(run.adapter, work / "adapter")
         if config.out.exists():
@@ -128,7 +141,15 @@ def export(config: ExportConfig) -> ExportReport:
         os.replace(work, config.out)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    return _report(config, recipe, policy, adapter, merge.survival, summary, time.monotonic() - started)
+    return _report(config, recipe, policy, adapter, merge, summary, time.monotonic() - started)
+
+
+def _moments(config: ExportConfig, source: Checkpoint) -> AbstractContextManager[Moments | None]:
+    """Second moments of the base model's inputs, where any were given or can be gathered."""
+    config.out.parent.mkdir(parents=True, exist_ok=True)
+    wanted = "compensated" if config.moments or config.data else (config.rounding or "nearest")
+    settings = config.model_dump(include={"moments", "data", "samples", "context", "weighting", "device"})
+    return moments_for(wanted, source.folder, scratch=config.out.parent, **settings)
 
 
 def _base_of(run: RunFolder) -> str:
@@ -140,7 +161,7 @@ def _recipe(config: ExportConfig, settings: dict[str, object], policy: dict[str,
     if not (config.scheme or settings.get("scheme")):
         raise CheckpointError(f"{config.run}: config.yaml names no scheme", fix="Give --scheme.")
     scheme = str(config.scheme or settings["scheme"])
-    rounding = "compensated" if config.moments else "nearest"
+    rounding = config.rounding or ("compensated" if config.moments or config.data else "nearest")
     trained_with = str(settings["activation"])
     served = config.activation or (trained_with if trained_with != "none" else None)
     keep = tuple(name for name, entry in policy.items() if entry["precision"] == "16bit")
@@ -160,14 +181,14 @@ def _convert(
     scales: Scales | None,
     is_fp8: bool,
 ) -> ConversionSummary:
-    moments = Moments.open(config.moments, model=source) if config.moments else None
+    moments = merge.moments if recipe.compensated else None
     with progress("Exporting", source.nbytes, unit="bytes") as advance:
         return convert_checkpoint(
             source,
             work,
             recipe,
             layout=config.layout,
-            quantize=Compensator(moments) if moments else round_nearest,
+            quantize=Compensator(moments, config.device) if moments else round_nearest,
             calibrated=moments,
             slice_values=COMPENSATED_SLICE if moments else SLICE,
             edit=merge.edit if merge.pairs else None,
@@ -180,13 +201,15 @@ def _convert(
         )
 
 
-def _check(config: ExportConfig, survival: Survival) -> None:
-    kept = survival.kept
+def _check(config: ExportConfig, survival: Kept) -> None:
+    kept = survival.kept if survival.output_kept is None else survival.output_kept
     if kept is None or kept >= config.min_kept:
         return
     others = ["--merge none (serve the adapter beside the FP8 base: nothing is rounded)"]
     if config.merge == "dequantized":
         others.insert(0, "--merge original (add it to the original weights)")
+        if survival.output_kept is None:
+            others.insert(1, "--data (calibrate and round with compensation)")
     raise RefusedError(
         f"merging into FP8 would lose the adapter: {kept:.1%} of its change survives",
         need=f"at least {config.min_kept:.0%}",
@@ -199,12 +222,14 @@ def _report(
     recipe: Recipe,
     policy: dict[str, dict[str, str]],
     adapter: Adapter,
-    survival: Survival,
+    merge: Merge,
     summary: ConversionSummary,
     seconds: float,
 ) -> ExportReport:
     warnings = []
-    if config.merge != "none" and survival.kept is None:
+    nothing = config.merge == "none"
+    total = Kept(kept=1.0, output_kept=1.0, output_cosine=1.0) if nothing else merge.survival.total()
+    if total.kept is None:
         warnings.append("the adapter changes nothing: it was never trained, or its matrices are zero")
     for text in warnings:
         logger().warning(text)
@@ -216,10 +241,11 @@ def _report(
         scheme=recipe.name,
         layout=config.layout,
         activation=recipe.activation,
-        kept=survival.kept if config.merge != "none" else 1.0,
-        output_cosine=survival.output_cosine if config.merge != "none" else 1.0,
-        measured_on=MEASURED_ON if config.merge != "none" else "nothing: the adapter stays beside the base, unrounded",
-        layers=survival.layers(),
+        **total.model_dump(),
+        rounding=recipe.rule.rounding,
+        nearest=merge.nearest.total() if recipe.compensated else None,
+        measured_on=_measured_on(merge.moments, nothing),
+        layers=merge.survival.layers(),
         kept_16bit={m: policy.get(m, {}).get("reason") or o.reason for m, o in linears.items() if not o.rule},
         bytes_in=summary.bytes_in,
         bytes_out=summary.bytes_out,
@@ -227,6 +253,15 @@ def _report(
         next=_next(config, adapter),
         warnings=warnings,
     )
+
+
+def _measured_on(moments: Moments | None, nothing: bool) -> str:
+    if nothing:
+        return "nothing: the adapter stays beside the base, unrounded"
+    if moments is None:
+        return "weights alone: give moments or data to measure outputs"
+    weighted = ", weighted by Fisher information" if moments.index.weighting == "fisher" else ""
+    return f"{moments.index.tokens:,} calibration tokens{weighted}"
 
 
 def _next(config: ExportConfig, adapter: Adapter) -> list[str]:

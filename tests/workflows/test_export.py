@@ -62,9 +62,9 @@ def test_original_is_merge_in_float32_then_quantize(run, tiny_llama, tmp_path):
     layer = next(layer for layer in report.layers if layer.module == Q)
     assert layer.kept == pytest.approx(delta_kept(base, base + delta, q), abs=1e-5)
     assert layer.change == pytest.approx(float(delta.norm() / base.norm()), rel=1e-5)
-    assert 0.9 < report.kept < 1.1 and 0.99 < report.output_cosine < 1
+    assert 0.9 < report.kept < 1.1 and report.output_kept is report.output_cosine is report.nearest is None
     assert len(report.layers) == 14
-    assert report.activation == "token" and "random" in report.measured_on
+    assert report.activation == "token" and "weights alone" in report.measured_on
     assert {p.name for p in tmp_path.iterdir()} == {"out"}
 
 
@@ -153,9 +153,28 @@ def test_compensated_rounding_of_the_merged_weights(run, tiny_llama, tmp_path):
         errors.append(torch.trace(e @ h @ e.T))
     assert errors[1] < 0.6 * errors[0]
     assert torch.equal(read_scaled(a, Q).scale, read_scaled(b, Q).scale)
-    assert better.kept > 0.8 * plain.kept
+    assert better.rounding == "compensated" and plain.rounding == "nearest" and plain.nearest is None
+    assert better.nearest.kept == pytest.approx(plain.kept, rel=1e-6)
+    assert better.output_error < 0.8 * better.nearest.output_error
+    assert better.output_cosine > better.nearest.output_cosine > 0.99
+    assert "tokens" in better.measured_on
+    measured = export(ExportConfig(run=run, out=tmp_path / "c", min_kept=0, moments=tmp_path / "m", rounding="nearest"))
+    assert torch.equal(Checkpoint.open(tmp_path / "c").get(f"{Q}.weight").view(torch.uint8), read_scaled(a, Q).codes)
+    for name in ("kept", "output_kept", "output_error", "output_cosine"):
+        assert getattr(measured, name) == pytest.approx(getattr(better.nearest, name), rel=1e-4)
     with pytest.raises(ConfigError, match="merge 'none'"):
         export(ExportConfig(run=run, out=tmp_path / "no", merge="none", moments=tmp_path / "m"))
+
+
+def test_a_small_change_survives_in_the_outputs_of_fp8_weights(run, tmp_path):
+    """Rounding to nearest drops most of it, code by code; compensation keeps it where the inputs look."""
+    small = scale_adapter(run, tmp_path / "run", 0.01)
+    text = tmp_path / "run" / "text.txt"
+    text.write_text(TEXT)
+    settings = {"merge": "dequantized", "data": str(text), "samples": 8, "context": 64}
+    report = export(ExportConfig(run=small, out=tmp_path / "out", min_kept=0, **settings))
+    assert report.output_kept > 0.8 and report.nearest.output_kept < 0.7
+    assert not list(tmp_path.glob(".octavo*"))
 
 
 def test_none_keeps_the_adapter_beside_the_base(run, tiny_llama, tmp_path):
