@@ -78,6 +78,13 @@ class UnsupportedError(OctavoError):
     code = "unsupported"
 
 
+def require_type(what: str, value: object, *kinds: type) -> None:
+    """ConfigError unless `value`, the argument that `what` names, is of one of these types."""
+    if not isinstance(value, kinds):
+        need = " or ".join(kind.__name__ for kind in kinds)
+        raise ConfigError(what, got=type(value).__name__, need=need)
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """` Did you mean 'x'?` for the nearest known word, or the list of known words."""
     known = sorted(known)

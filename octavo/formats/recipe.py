@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from octavo.base.errors import ConfigError, did_you_mean
+from octavo.base.errors import ConfigError, did_you_mean, require_type
 from octavo.formats.architectures import expert_block, fused_group, role, shard_rows
 from octavo.formats.granularity import Granularity, PerBlock, PerRow, PerTensor
 from octavo.formats.scale import SCALE_FORMATS, SCALE_METHODS
@@ -72,6 +72,7 @@ class Recipe:
     @classmethod
     def named(cls, name: str, *, activation: str | None = None, skip: tuple[str, ...] = (), **rule: str) -> Recipe:
         """A preset: `channel`, `block128` or `tensor`, with fields of the Rule replaced by keyword."""
+        require_type("recipe", name, str)
         if name not in PRESETS:
             raise ConfigError(f"scheme '{name}' is unknown", fix=did_you_mean(name, PRESETS))
         base = PRESETS[name]

@@ -13,12 +13,15 @@ import torch
 from torch import nn
 
 from octavo.base.errors import CheckpointError, ConfigError
+from octavo.base.log import progress
 from octavo.formats.recipe import Recipe
 from octavo.integrations.hub import first_line, load_tokenizer, resolve_model
 from octavo.integrations.load_plan import LoadPlan, sources_on_disk
 from octavo.integrations.transformers import auto_class, device_of, load, load_config, refuse_other_methods
+from octavo.modules.divergence import Perplexity, window_nll
 from octavo.store.moments import Moments
 from octavo.store.run import RunFolder
+from octavo.store.scales import Scales
 from octavo.store.tensors import Checkpoint
 
 if TYPE_CHECKING:
@@ -64,14 +67,7 @@ def open_model(
     if is_run(name):
         return _open_run(RunFolder(Path(name)), recipe, activation, scales, device, dtype)
     folder = resolve_model(name)
-    if recipe is None and not is_fp8(folder):
-        if activation not in (None, "none"):
-            fix = "Name a scheme, so that its linears are quantized."
-            raise ConfigError(f"activation '{activation}'", got=f"{name} in 16 bit", need="FP8 weights", fix=fix)
-        model = load_16bit(folder, device=device, dtype=dtype)
-    else:
-        settings = {"activation": activation, "scales": scales, "moments": moments}
-        model = load(folder, recipe, device=device, dtype=dtype, **settings)  # type: ignore[arg-type]
+    model = load_base(folder, recipe, device=device, dtype=dtype, activation=activation, scales=scales, moments=moments)
     return Opened(model.eval(), load_tokenizer(folder), folder)
 
 
@@ -113,8 +109,22 @@ def is_fp8(folder: Path) -> bool:
     return "quantization_config" in checkpoint.config or "quantization_config" in checkpoint.text_config
 
 
-def load_16bit(folder: Path, *, device: str | None, dtype: torch.dtype) -> PreTrainedModel:
-    """A model as it is, every weight in `dtype`."""
+def load_base(
+    folder: Path,
+    recipe: Recipe | None,
+    *,
+    device: str | None,
+    dtype: torch.dtype,
+    activation: str | None = None,
+    scales: Scales | Path | None = None,
+    moments: Moments | None = None,
+) -> PreTrainedModel:
+    """The model in `folder`, quantized by `recipe`, or for None as it is stored: FP8, or every weight in `dtype`."""
+    if recipe is not None or is_fp8(folder):
+        return load(folder, recipe, device=device, dtype=dtype, activation=activation, scales=scales, moments=moments)
+    if activation not in (None, "none"):
+        fix = "Name a scheme, so that its linears are quantized."
+        raise ConfigError(f"activation '{activation}'", got=f"{folder} in 16 bit", need="FP8 weights", fix=fix)
     config = load_config(folder)
     place = device_of(device)
     settings: dict[str, Any] = {"device_map": {"": place}} if place.type != "cpu" else {}
@@ -128,19 +138,33 @@ def load_16bit(folder: Path, *, device: str | None, dtype: torch.dtype) -> PreTr
 
 
 @torch.no_grad()
-def logits(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """tokens int64 [T], one sample without padding -> logits [T, V], in the model's dtype."""
+def logits(model: nn.Module, tokens: torch.Tensor, cache: Any = None) -> torch.Tensor:
+    """tokens int64 [T], one sample without padding -> logits [T, V], in the model's dtype. cache: filled if given."""
     device = next(model.parameters()).device
-    result: torch.Tensor = model(input_ids=tokens[None].to(device), use_cache=False).logits[0]
+    result: torch.Tensor = model(input_ids=tokens[None].to(device), **_cached(model, cache)).logits[0]
     return result
+
+
+@torch.no_grad()
+def perplexity(model: nn.Module, windows: torch.Tensor, title: str) -> Perplexity:
+    """Of a model on windows of tokens, int64 [n, T], in evaluation mode; its own mode is put back. title: the bar's."""
+    training = model.training
+    model.eval()
+    nll = []
+    with progress(title, len(windows)) as advance:
+        for window in windows:
+            found = logits(model, window)
+            nll.append(window_nll(found, window.to(found.device)))
+            advance(1)
+    model.train(training)
+    return Perplexity.of(nll)
 
 
 @torch.no_grad()
 def run_layers(model: nn.Module, tokens: torch.Tensor, cache: Any = None) -> None:
     """Send one sample, int64 [T], through the decoder layers; the head is left out. cache: filled if given."""
-    cached = {"use_cache": False} if cache is None else {"use_cache": True, cache_argument(model): cache}
     device = next(model.parameters()).device
-    _decoder(model)(input_ids=tokens[None].to(device), **cached)
+    decoder(model)(input_ids=tokens[None].to(device), **_cached(model, cache))
 
 
 def new_cache(model: nn.Module) -> Any:
@@ -154,7 +178,7 @@ def new_cache(model: nn.Module) -> Any:
 
 def cache_argument(model: nn.Module) -> str:
     """What the decoder calls its cache: Transformers renamed it on the way from 5.17 to 5.24. Empty: it takes none."""
-    known = inspect.signature(_decoder(model).forward).parameters
+    known = inspect.signature(decoder(model).forward).parameters
     return next((name for name in ("cache", "past_key_values") if name in known), "")
 
 
@@ -182,6 +206,11 @@ def show_experts(model: nn.Module) -> None:
     cast(Any, model).set_experts_implementation("eager")
 
 
-def _decoder(model: nn.Module) -> nn.Module:
-    decoder: nn.Module = cast(Any, model).get_decoder()
-    return decoder
+def decoder(model: nn.Module) -> nn.Module:
+    """The stack of layers of a causal language model, without its head; of a wrapper, that of its text model."""
+    found: nn.Module = cast(Any, model).get_decoder()
+    return found
+
+
+def _cached(model: nn.Module, cache: Any) -> dict[str, Any]:
+    return {"use_cache": False} if cache is None else {"use_cache": True, cache_argument(model): cache}

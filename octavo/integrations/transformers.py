@@ -6,11 +6,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from octavo.base.errors import CheckpointError, ConfigError, OctavoError, RefusedError, UnsupportedError, did_you_mean
+from octavo.base.errors import (
+    CheckpointError,
+    ConfigError,
+    OctavoError,
+    RefusedError,
+    UnsupportedError,
+    did_you_mean,
+    require_type,
+)
 from octavo.base.log import logger
 from octavo.formats.recipe import Recipe
 from octavo.integrations.hub import first_line, resolve_model
@@ -60,6 +69,7 @@ def load(
     """
     from octavo.integrations.moments import moments_for
 
+    require_type("load: recipe", recipe, Recipe, str, NoneType)
     if rounding is not None:
         recipe = _rounded(recipe, rounding)
     folder = resolve_model(model, trust_remote_code=trust_remote_code)
@@ -218,6 +228,8 @@ def device_of(device: torch.device | str | None) -> torch.device:
         raise ConfigError(f"device '{device}'", got=first_line(error)) from None
     if place.type not in ("cpu", "cuda"):
         raise UnsupportedError(f"device {place}", need="cpu or cuda")
+    if place.type == "cpu" and place.index:
+        raise UnsupportedError(f"device {place}", got="a CPU, which is one device", fix="Use cpu.")
     if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
         raise UnsupportedError(f"device {place}", got=f"{torch.cuda.device_count()} CUDA devices here")
     return place

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from octavo.base.errors import ConfigError
+from octavo.base.errors import ConfigError, require_type
 from octavo.base.log import logger
 from octavo.formats.architectures import fused_group
 from octavo.formats.granularity import PerTensor
@@ -33,6 +33,8 @@ def convert(
     Only plain nn.Linear layers are taken; a weight that two modules share stays as it is. ConfigError where `static`
     lacks a scale or the recipe takes no layer at all.
     """
+    require_type("convert: model", model, nn.Module)
+    require_type("convert: recipe", recipe, Recipe, str)
     chosen = Recipe.named(recipe) if isinstance(recipe, str) else recipe
     mode = activation or chosen.activation
     linears = {name: module for name, module in model.named_modules() if name and type(module) is nn.Linear}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from octavo.base.errors import ShapeError
+from octavo.base.errors import ShapeError, require_type
 from octavo.formats.scaled import ScaledTensor
 from octavo.ops import library
 
@@ -16,6 +16,8 @@ def scaled_mm(
 
     Not differentiable. ShapeError where the contracted lengths differ or b is not a matrix.
     """
+    require_type("scaled_mm: a", a, ScaledTensor)
+    require_type("scaled_mm: b", b, ScaledTensor)
     if b.codes.dim() != 2 or not a.codes.dim() or a.shape[-1] != b.shape[-1]:
         raise ShapeError("scaled_mm", got=f"{list(a.shape)} and {list(b.shape)}", need="[..., M, K] and [N, K]")
     a_rule, b_rule = (a.spec.name, *a.granularity.tile), (b.spec.name, *b.granularity.tile)

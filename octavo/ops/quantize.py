@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from octavo.base.errors import ConfigError, ShapeError
+from octavo.base.errors import ConfigError, ShapeError, require_type
 from octavo.formats.recipe import Rule
 from octavo.formats.scaled import ScaledTensor
 from octavo.ops import library
@@ -30,6 +30,7 @@ def quantize(
 
 def dequantize(q: ScaledTensor, dtype: torch.dtype = torch.float32, *, backend: str = "auto") -> torch.Tensor:
     """code * scale in float32, rounded once to `dtype` (float16, bfloat16, float32 or float64). Shape of the codes."""
+    require_type("dequantize: q", q, ScaledTensor)
     if not dtype.is_floating_point or dtype.itemsize < 2:
         raise ConfigError("dequantize", got=str(dtype), need="float16, bfloat16, float32 or float64")
     result: torch.Tensor = library.dequantize(q.codes, q.scale, q.spec.name, *q.granularity.tile, dtype, backend)
@@ -48,6 +49,8 @@ def fake_quantize(
 
 def check(x: torch.Tensor, rule: Rule, scale: torch.Tensor | None) -> Rule:
     """Say no before the op does: its errors name no remedy."""
+    require_type("quantize: x", x, torch.Tensor)
+    require_type("quantize: rule", rule, Rule)
     if not x.is_floating_point() or x.dtype.itemsize < 2 or x.dim() < 1:
         raise ShapeError("quantize", got=f"{x.dtype} {list(x.shape)}", need="float values of at least one dimension")
     if not rule.spec.mantissa:

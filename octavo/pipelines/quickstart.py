@@ -10,6 +10,7 @@ from pathlib import Path
 from pydantic import Field
 
 from octavo import __version__
+from octavo.base.errors import require_type
 from octavo.base.report import Config, Report
 from octavo.integrations.hub import resolve_model
 from octavo.pipelines.phases import Facts, Phases, Say, silent
@@ -56,6 +57,7 @@ def quickstart(config: QuickstartConfig, say: Say = silent) -> QuickstartReport:
 
     ConfigError or MismatchError for an `out` that holds something else.
     """
+    require_type("quickstart: config", config, QuickstartConfig)
     settings = {"model": config.model, "octavo": __version__}
     phases = Phases(config.out, "quickstart", settings, say, total=7)
     scales, run, exported = config.out / "scales.json", config.out / "run", config.out / "model"

@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from octavo.base.errors import CheckpointError, ConfigError
+from octavo.base.errors import CheckpointError, ConfigError, require_type
 from octavo.base.log import logger, progress
 from octavo.base.report import Config, Report, atomic_write
 from octavo.formats.architectures import fused_group
@@ -97,6 +97,7 @@ def calibrate(config: CalibrateConfig) -> CalibrateReport:
     DataError for data that is unreadable, empty or shorter than one sample; CheckpointError for a model that does not
     load or whose activations hold NaN or Inf (the layer is named).
     """
+    require_type("calibrate: config", config, CalibrateConfig)
     started = time.monotonic()
     if measuring.is_run(config.model):
         fix = "Calibrate its base, or the checkpoint that octavo export writes."

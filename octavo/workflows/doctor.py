@@ -11,6 +11,7 @@ import torch
 
 from octavo import __version__
 from octavo.base.env import env
+from octavo.base.errors import require_type
 from octavo.base.hardware import HardwareCaps, caps_named, caps_of
 from octavo.base.packages import extras, pip_line, version_of
 from octavo.base.report import Config, Report
@@ -76,7 +77,8 @@ class DoctorReport(Report):
 
 def doctor(config: DoctorConfig | None = None) -> DoctorReport:
     """Look at this machine. Changes nothing and needs no GPU."""
-    config = config or DoctorConfig()
+    config = DoctorConfig() if config is None else config
+    require_type("doctor: config", config, DoctorConfig)
     target = caps_named(config.gpu) if config.gpu else caps_of()
     cache = env().cache_dir
     total, free = _memory()

@@ -16,14 +16,14 @@ import pydantic
 import torch
 from torch import nn
 
-from octavo.base.errors import ConfigError, MismatchError
+from octavo.base.errors import ConfigError, MismatchError, require_type
 from octavo.base.log import progress
 from octavo.base.report import Config, Report
 from octavo.formats.recipe import Recipe
 from octavo.integrations import measuring
 from octavo.integrations.data import load_data, token_windows
 from octavo.integrations.moments import moments_for
-from octavo.modules.divergence import Divergence, PairedScore, Perplexity, window_nll
+from octavo.modules.divergence import Divergence, PairedScore
 from octavo.store.moments import Moments
 
 
@@ -109,6 +109,7 @@ def evaluate(config: EvaluateConfig) -> EvaluateReport:
     DataError for unreadable or too short data, MismatchError for two models that do not share a tokenizer,
     CheckpointError for a model that does not load or whose logits are NaN.
     """
+    require_type("evaluate: config", config, EvaluateConfig)
     started = time.monotonic()
     device, dtype = config.device, measuring.compute_dtype(config.dtype, config.device)
     data = load_data(config.data, config.split, limit=config.tokens)
@@ -174,13 +175,7 @@ def recipe_of(config: EvaluateConfig) -> Recipe | None:
 
 def alone(model: nn.Module, windows: torch.Tensor) -> dict[str, Any]:
     """Perplexity of one model over windows of tokens, int64 [n, T]."""
-    nll = []
-    with progress("Evaluating", len(windows)) as advance:
-        for window in windows:
-            logits = measuring.logits(model, window)
-            nll.append(window_nll(logits, window.to(logits.device)))
-            advance(1)
-    result = Perplexity.of(nll)
+    result = measuring.perplexity(model, windows, "Evaluating")
     text = f"perplexity {_figure(result.value, result.se, 3)}"
     return {"perplexity": result.value, "perplexity_se": _known(result.se), "verdict": text}
 

@@ -7,6 +7,7 @@ from difflib import SequenceMatcher
 
 from pydantic import Field
 
+from octavo.base.errors import require_type
 from octavo.base.report import Config, Report
 from octavo.workflows.rules.errors import KnownError
 from octavo.workflows.rules.errors_other import OTHER_ERRORS
@@ -43,6 +44,7 @@ class ExplainReport(Report):
 
 def explain(config: ExplainConfig | str) -> ExplainReport:
     """Match a text against the known errors. Of several matches the one that covers most of the text comes first."""
+    require_type("explain: config", config, ExplainConfig, str)
     text = config if isinstance(config, str) else config.text
     text = " ".join(text[-LONGEST:].split())
     matches = [(match, error) for error in KNOWN_ERRORS if (match := error.compiled.search(text))]

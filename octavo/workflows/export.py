@@ -16,7 +16,7 @@ from typing import Literal
 
 import pydantic
 
-from octavo.base.errors import CheckpointError, ConfigError, RefusedError
+from octavo.base.errors import CheckpointError, ConfigError, RefusedError, require_type
 from octavo.base.log import logger, progress
 from octavo.base.report import Config
 from octavo.formats.recipe import Recipe
@@ -104,6 +104,7 @@ def export(config: ExportConfig) -> ExportReport:
     RefusedError: an adapter that is more than LoRA, a base that is FP8 already for merge `original`, or less than
     `min_kept` of the change left; then nothing is written.
     """
+    require_type("export: config", config, ExportConfig)
     started = time.monotonic()
     if config.merge == "none" and (config.moments or config.data or config.rounding == "compensated"):
         fix = "Leave moments, data and rounding out: the adapter was trained beside a base rounded to nearest."

@@ -16,14 +16,14 @@ from typing import Any, Literal
 import pydantic
 import torch
 
-from octavo.base.errors import ConfigError, UnsupportedError
+from octavo.base.errors import ConfigError, UnsupportedError, require_type
 from octavo.base.log import logger, progress
 from octavo.base.packages import pip_line, version_of
 from octavo.base.report import Config, Report
 from octavo.formats.recipe import ACTIVATIONS, Recipe
 from octavo.integrations.data import TextData, load_data, token_windows
 from octavo.integrations.hub import load_tokenizer, resolve_model
-from octavo.integrations.training import held_out_perplexity, load_base
+from octavo.integrations.measuring import compute_dtype, is_fp8, load_base, perplexity
 from octavo.modules.convert import convert
 from octavo.modules.frozen import FrozenFloat8Linear
 from octavo.store.manifest import Manifest, fingerprint
@@ -79,19 +79,19 @@ class FinetuneConfig(Config):
     activation: str = "none"
     scales: Path | None = None
     rank: int = pydantic.Field(16, ge=1)
-    alpha: float = pydantic.Field(32, gt=0, allow_inf_nan=False)
+    alpha: float = pydantic.Field(32, gt=0, le=1e6)
     dropout: float = pydantic.Field(0.0, ge=0, lt=1)
     target_modules: tuple[str, ...] = ()
     rslora: bool = False
     dora: bool = False
     init: str = "default"
-    learning_rate: float = pydantic.Field(2e-4, gt=0, allow_inf_nan=False)
+    learning_rate: float = pydantic.Field(2e-4, gt=0, le=1)
     schedule: Literal["linear", "cosine", "constant", "constant_with_warmup"] = "cosine"
-    warmup: float = pydantic.Field(0.03, ge=0, allow_inf_nan=False)
-    weight_decay: float = pydantic.Field(0.0, ge=0)
-    max_grad_norm: float = pydantic.Field(1.0, gt=0)
+    warmup: float = pydantic.Field(0.03, ge=0, le=1e9)
+    weight_decay: float = pydantic.Field(0.0, ge=0, le=1)
+    max_grad_norm: float = pydantic.Field(1.0, gt=0, le=1e9)
     max_steps: int | None = pydantic.Field(None, ge=1)
-    epochs: float = pydantic.Field(1.0, gt=0)
+    epochs: float = pydantic.Field(1.0, gt=0, le=1e6)
     micro_batch: int = pydantic.Field(1, ge=1)
     accumulation: int = pydantic.Field(8, ge=1)
     context: int = pydantic.Field(1024, ge=2)
@@ -170,6 +170,7 @@ def finetune(config: FinetuneConfig) -> FinetuneReport:
     ConfigError, DataError, CheckpointError, MismatchError: input that cannot work, before anything is written.
     RefusedError: the loss or a gradient became NaN; snapshots stay. UnsupportedError: a package or device is missing.
     """
+    require_type("finetune: config", config, FinetuneConfig)
     _require_packages(config)
     run = RunFolder(config.out)
     resume = _where_to_start(config, run)
@@ -177,16 +178,20 @@ def finetune(config: FinetuneConfig) -> FinetuneReport:
     folder = resolve_model(config.model)
     tokenizer = load_tokenizer(folder)
     windows = _held_out(config, tokenizer)
+    if config.mode == "two-stage" and is_fp8(folder):
+        raise ConfigError("mode two-stage", got=f"{folder} in FP8", need="a 16-bit model", fix="Use mode lora.")
     checkpoint = Checkpoint.open(folder)
     source = fingerprint(checkpoint)
     if resume is not None:
         run.require_model(source)
     scales = Scales.load(config.scales, model=checkpoint) if config.scales else None
     recipe = config.recipe() if config.mode == "lora" else None
-    wrapped = _wrap(load_base(folder, recipe, device=config.device, scales=scales), config)
+    dtype = compute_dtype("auto", config.device)
+    base = load_base(folder, recipe, device=config.device, dtype=dtype, scales=scales)
+    wrapped = _wrap(base, config)
     trainer = _trainer(wrapped, tokenizer, data, config, run, resume)
     _describe(config, run, checkpoint, source)
-    before = None if windows is None else held_out_perplexity(wrapped, windows)
+    before = None if windows is None else _held_out_perplexity(wrapped, windows)
     started = time.monotonic()
     steps, losses = _train(trainer, config, resume, windows)
     seconds = time.monotonic() - started
@@ -196,7 +201,7 @@ def finetune(config: FinetuneConfig) -> FinetuneReport:
         save_adapter(wrapped, work)
     done = steps - (_step(resume) or 0)
     figures = _layers(wrapped)
-    after = None if windows is None else held_out_perplexity(wrapped, windows)
+    after = None if windows is None else _held_out_perplexity(wrapped, windows)
     report = FinetuneReport(
         run=str(config.out),
         steps=steps,
@@ -270,6 +275,10 @@ def _wrap(model: Any, config: FinetuneConfig) -> Any:
     )
 
 
+def _held_out_perplexity(model: torch.nn.Module, windows: torch.Tensor) -> float:
+    return perplexity(model, windows, "Held-out perplexity").value
+
+
 def _describe(config: FinetuneConfig, run: RunFolder, checkpoint: Checkpoint, source: str) -> None:
     """Everything about the run that is known before the first step."""
     run.path.mkdir(parents=True, exist_ok=True)
@@ -321,7 +330,7 @@ def _train(
     """The number of the last step, and the loss of every step of this call."""
     from octavo.integrations.trl import train
 
-    evaluate = None if windows is None else partial(held_out_perplexity, trainer.model, windows)
+    evaluate = None if windows is None else partial(_held_out_perplexity, trainer.model, windows)
     with progress("Fine-tuning", config.max_steps) as advance:
         trainer.recorder.report_to(advance, evaluate, config.eval_every)
         return train(trainer, resume), trainer.recorder.losses
@@ -331,7 +340,7 @@ def _quantized(model: Any, config: FinetuneConfig, windows: torch.Tensor | None)
     """Mode two-stage: what the second stage costs. Merges and quantizes in memory: the last use."""
     if config.mode != "two-stage" or windows is None:
         return None
-    return held_out_perplexity(convert(model.merge_and_unload(), config.recipe()), windows)
+    return _held_out_perplexity(convert(model.merge_and_unload(), config.recipe()), windows)
 
 
 def _layers(model: Any) -> tuple[int, int, int]:

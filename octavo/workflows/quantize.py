@@ -9,7 +9,7 @@ from typing import Literal
 
 import pydantic
 
-from octavo.base.errors import ConfigError, did_you_mean
+from octavo.base.errors import ConfigError, did_you_mean, require_type
 from octavo.base.log import progress
 from octavo.base.report import Config, Report
 from octavo.formats.recipe import ACTIVATIONS, PRESETS, ROUNDINGS, Recipe
@@ -119,6 +119,7 @@ def quantize_checkpoint(config: QuantizeConfig) -> QuantizeReport:
 
     InputError and its kind (exit 2) for bad folders, settings or tensors; nothing half-written stays behind.
     """
+    require_type("quantize_checkpoint: config", config, QuantizeConfig)
     recipe = config.recipe()
     size = parse_size(config.max_shard_size)
     source = Checkpoint.open(resolve_model(config.model))

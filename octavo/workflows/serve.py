@@ -17,7 +17,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from octavo.base.errors import CheckpointError, ConfigError, RefusedError, UnsupportedError
+from octavo.base.errors import CheckpointError, ConfigError, RefusedError, UnsupportedError, require_type
 from octavo.base.hardware import HardwareCaps, caps_named, caps_of
 from octavo.base.report import Config, Report
 from octavo.formats.architectures import ROW_PARALLEL
@@ -77,6 +77,7 @@ class _Plan:
 
 def serve(config: ServeConfig) -> ServeReport:
     """Build the command; runs nothing. CheckpointError for a broken folder, RefusedError for what cannot work."""
+    require_type("serve: config", config, ServeConfig)
     plan = _Plan(config)
     _dtype(plan)
     tp = _tensor_parallel(plan)

@@ -9,7 +9,7 @@ from typing import Literal
 import pydantic
 from pydantic import Field
 
-from octavo.base.errors import CheckpointError, ConfigError, did_you_mean
+from octavo.base.errors import CheckpointError, ConfigError, did_you_mean, require_type
 from octavo.base.hardware import KNOWN_SM, HardwareCaps, caps_named, caps_of
 from octavo.base.log import progress
 from octavo.base.report import Config, Report
@@ -95,6 +95,7 @@ ORDER = {"error": 0, "warn": 1, "info": 2}
 
 def verify(config: VerifyConfig) -> VerifyReport:
     """A folder too broken to read is a verdict `error`, not an exception; ConfigError only for wrong settings."""
+    require_type("verify: config", config, VerifyConfig)
     engines = _engines(config)
     gpus = _gpus(config)
     common = Findings()
