@@ -70,6 +70,8 @@ W_NAMES = {
     "lfm2_moe": "feed_forward",
     "kimi_linear": "block_sparse_moe",
 }
+# Families whose experts every engine loads from one stacked parameter only: single ones, as FP8 needs them, are lost.
+STACKED_ONLY = frozenset({"gpt_oss"})
 # GPT-2's Conv1D stores its matrices as [in, out]: neither a row nor a block of such a file is what engines multiply.
 CONV1D_TYPES = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer"})
 

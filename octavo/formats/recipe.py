@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from octavo.base.errors import ConfigError, did_you_mean, require_type
-from octavo.formats.architectures import expert_block, fused_group, role, shard_rows
+from octavo.formats.architectures import role
+from octavo.formats.fitting import fit_file, fused_groups, unite_experts
 from octavo.formats.granularity import Granularity, PerBlock, PerRow, PerTensor
 from octavo.formats.scale import SCALE_FORMATS, SCALE_METHODS
 from octavo.formats.spec import E4M3, FloatSpec
@@ -45,11 +46,15 @@ class Rule:
 
 @dataclass(frozen=True)
 class Assignment:
-    """What a recipe decides for one module. rule None: stays as it is. reason: in words, for the report."""
+    """What a recipe decides for one module. rule None: stays as it is. reason: in words, for the report.
+
+    activation: what a file declares for the module's inputs; None: the recipe's own.
+    """
 
     rule: Rule | None
     role: str
     reason: str
+    activation: str | None = None
 
 
 @dataclass(frozen=True)
@@ -108,7 +113,7 @@ class Recipe:
         """Decide for every tensor of a model; keys of the result are module names (`.weight` removed).
 
         shapes: tensor name -> shape. layout: `ct` or `native` also applies what engines can load from a file of
-        that layout (see `_fit_file`); None is for use in memory, where every ragged edge is fine. config: the language
+        that layout (see fitting.py); None is for use in memory, where every ragged edge is fine. config: the language
         model's part of config.json, which tells the shards of matrices that are fused on disk.
         """
         result = {}
@@ -116,73 +121,16 @@ class Recipe:
             module = tensor.removesuffix(".weight")
             result[module] = self.wanted(module, role(tensor, tuple(shape), layers))
         rows_cols = {t.removesuffix(".weight"): tuple(s[-2:]) for t, s in shapes.items()}
-        for group in _fused_groups(result):
+        for group in fused_groups(result):
             high = next((m for m in group if result[m].rule is None), None)
             for module in group:
                 if high is not None and result[module].rule is not None:
                     reason = f"{high} stays in 16 bit, and engines fuse the two"
                     result[module] = replace(result[module], rule=None, reason=reason)
         if layout is not None:
-            for group in _fused_groups(result):
-                sizes = [rows_cols[module] for module in group]
-                if result[group[0]].rule is not None and len(group) == 1:
-                    rows, cols = sizes[0]
-                    sizes = [(part, cols) for part in shard_rows(group[0], rows, config or {}) or (rows,)]
-                for module in group:
-                    result[module] = _fit_file(module, result[module], sizes, layout)
-        _unite_experts(result)
+            result = fit_file(result, rows_cols, layout, self.activation, config or {})
+        unite_experts(result)
         return result
-
-
-def _fused_groups(modules: Mapping[str, Assignment]) -> list[list[str]]:
-    """Every module once, together with the siblings that engines fuse it with."""
-    groups: dict[str, list[str]] = {}
-    for module in modules:
-        fused = fused_group(module)
-        groups.setdefault(fused[0] if fused else module, []).append(module)
-    return list(groups.values())
-
-
-def _unite_experts(result: dict[str, Assignment]) -> None:
-    """One rule for all experts of a layer: engines read the first expert's scheme and apply it to every one."""
-    blocks: dict[str, list[str]] = {}
-    for module, decision in result.items():
-        block = expert_block(module)
-        if block is not None and decision.role == "expert":
-            blocks.setdefault(block, []).append(module)
-    for modules in blocks.values():
-        # The rarest first: 16 bit, then whatever is not the rule of the first expert.
-        odd = next((m for m in modules if result[m].rule is None), None) or next(
-            (m for m in modules if isinstance(getattr(result[m].rule, "granularity", None), PerRow)), None
-        )
-        for module in modules:
-            if odd is not None and result[module].rule != result[odd].rule:
-                what = "in 16 bit" if result[odd].rule is None else "per channel"
-                reason = f"{odd} is {what}, and engines run all experts of a layer alike"
-                result[module] = replace(result[module], rule=result[odd].rule, reason=reason)
-
-
-def _fit_file(module: str, decision: Assignment, group: list[tuple[int, ...]], layout: str) -> Assignment:
-    """Block scales reach a file only where engines load and run them.
-
-    vLLM places the scale rows of fused shards as if each shard were whole blocks, without an error when it is not,
-    and its W8A8 kernels assert on K % block. So: K divisible, and every sibling's rows too when there is more than one.
-    """
-    granularity = decision.rule.granularity if decision.rule else None
-    if not isinstance(granularity, PerBlock) or decision.rule is None:
-        return decision
-    ragged_k = any(cols % granularity.cols for _, cols in group)
-    ragged_rows = len(group) > 1 and any(rows % granularity.rows for rows, _ in group)
-    if not ragged_k and not ragged_rows:
-        return decision
-    what = (
-        f"K is not a multiple of {granularity.cols}"
-        if ragged_k
-        else f"rows of {module} and its fused siblings are not multiples of {granularity.rows}"
-    )
-    if layout == "native":
-        return replace(decision, rule=None, reason=f"{what}: stays in 16 bit")
-    return replace(decision, rule=replace(decision.rule, granularity=PerRow()), reason=f"{what}: one scale per channel")
 
 
 def matches(pattern: str, module: str) -> bool:

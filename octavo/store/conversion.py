@@ -22,7 +22,6 @@ from octavo.base.log import Advance
 from octavo.base.report import atomic_write
 from octavo.formats.granularity import PerTensor
 from octavo.formats.recipe import Recipe
-from octavo.store import schema
 from octavo.store.folder import OutputFolder, check_apart, check_output, check_space, copy_side_files
 from octavo.store.manifest import MANIFEST, Manifest, fingerprint, plain_recipe
 from octavo.store.pieces import Piece
@@ -43,6 +42,7 @@ from octavo.store.tensors import Checkpoint
 from octavo.store.writer import DEFAULT_SHARD, ShardWriter
 
 COMPAT = ("llmcompressor",)
+Examine = Callable[[Plan, dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,7 @@ def convert_checkpoint(
     quantize: Quantize = quantize_reference,
     edit: Edit | None = None,
     edit_id: str | None = None,
+    examine: Examine = lambda plan, quantization: None,
     observe: Observe | None = None,
     scales: Scales | None = None,
     calibrated: Container[str] | None = None,
@@ -95,6 +96,7 @@ def convert_checkpoint(
     nearest, and their outcome says so.
     edit(name, tensor) -> tensor: changes a weight before it is quantized (a merge); called with whole tensors, returns
     the same object where it changes nothing. edit_id: names edit and calibration; without it nothing is resumed.
+    examine(plan, quantization_config): called before anything is written; what it raises ends the conversion.
     observe(module, first row, slice before, slice after): sees every quantized slice, one at a time.
     scales: for static activations. dequantize: take FP8 input, too. compat: `llmcompressor`, for comparisons.
     advance: called with bytes of the source that are done, out of `source.nbytes`.
@@ -107,6 +109,8 @@ def convert_checkpoint(
     plan = make_plan(
         source, recipe, layout, dequantize=dequantize, scales=scales, calibrated=calibrated, scale_dtype=scale_dtype
     )
+    quantization = plan.quantization_config(recipe)
+    examine(plan, quantization)
     source_print = fingerprint(source)
     once = (edit is not None or calibrated is not None) and edit_id is None
     job = None if once else _job(source_print, plan, recipe, (edit_id, compat, max_shard_size))
@@ -116,7 +120,6 @@ def convert_checkpoint(
         work = SliceWork(source, plan, writer, quantize, own_scales=compat is not None, observe=observe)
         resumed = _run(work, edit, workers or default_workers(), advance, slice_values)
         writer.finish()
-        quantization = schema.to_quantization_config(plan.assignments, recipe, layout, shapes=_shapes(plan))
         options = {"layout": layout, "compat": compat, "edited": edit is not None}
         left_out = finish_folder(folder, source, quantization, made_by, recipe, source_print, options)
     return summarize(source, out, writer, plan.outcomes, quantization, started, resumed=resumed, left_out=left_out)
@@ -219,12 +222,6 @@ def _tasks(
         granularity = found.rule.granularity if found and found.rule else None
         for start, stop in row_ranges(piece, granularity, values):
             yield partial(run, piece, start, stop, edited)
-
-
-def _shapes(plan: Plan) -> dict[str, tuple[int, ...]]:
-    """Tensor name -> shape of the output, and of experts that stay stacked: skip lists name them one by one."""
-    experts = {f"{outcome.module}.weight": outcome.shape for outcome in plan.outcomes if ".experts." in outcome.module}
-    return {piece.name: piece.shape for piece in plan.pieces} | experts
 
 
 def _compat(name: str) -> Quantize:

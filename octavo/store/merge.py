@@ -158,7 +158,7 @@ class Merge:
         self.requantized_base = False
         self.survival, self.nearest = Survival(), Survival()
         self._last: tuple[str, torch.Tensor] | None = None
-        decisions = recipe.assign(source.shapes(), layout=layout, layers=source.layers)
+        decisions = recipe.assign(source.shapes(), layout=layout, layers=source.layers, config=source.text_config)
         self._rules = {module: decision.rule for module, decision in decisions.items()}
 
     def edit(self, name: str, weight: torch.Tensor) -> torch.Tensor:

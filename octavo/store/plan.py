@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -46,6 +47,12 @@ class Plan:
         found = self.assignments.get(piece.module) if piece.name.endswith(".weight") else None
         return found if found is not None and found.rule is not None else None
 
+    def quantization_config(self, recipe: Recipe) -> dict[str, Any]:
+        """Of the output; experts that stay stacked are in its skip list one by one, too."""
+        shapes = {piece.name: piece.shape for piece in self.pieces}
+        shapes |= {f"{outcome.module}.weight": outcome.shape for outcome in self.outcomes if outcome.role == "expert"}
+        return schema.to_quantization_config(self.assignments, recipe, self.layout, shapes=shapes)
+
 
 def make_plan(
     source: Checkpoint,
@@ -72,7 +79,7 @@ def make_plan(
     plan = Plan(pieces, decided, {}, layout, _outcomes(decided, shapes))
     plan.amax_group = _shared_scales(decided)
     if recipe.activation == "static":
-        plan.input_scales = _static_scales(decided, scales)
+        plan.input_scales = _static_scales(decided, recipe, layout, scales)
     for piece in pieces:
         plan.entries.update(_entries(piece, plan, scale_dtype))
     return plan
@@ -136,9 +143,12 @@ def _shared_scales(decided: Mapping[str, Assignment]) -> dict[str, str]:
     return groups
 
 
-def _static_scales(decided: Mapping[str, Assignment], scales: Scales | None) -> dict[str, float]:
+def _static_scales(
+    decided: Mapping[str, Assignment], recipe: Recipe, layout: str, scales: Scales | None
+) -> dict[str, float]:
     """Module -> input scale; the largest of the fused siblings, since engines take that one for all of them."""
-    modules = [module for module, found in decided.items() if found.rule is not None]
+    quantized = [module for module, found in decided.items() if found.rule is not None]
+    modules = [m for m in quantized if schema.activation_of(decided[m], recipe, layout) == "static"]
     if scales is None:
         fix = "Run octavo calibrate and give its scales.json."
         raise MismatchError("static activations", got="no scales.json", need="one input scale per linear", fix=fix)

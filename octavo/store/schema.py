@@ -1,4 +1,5 @@
-"""The only file that knows how engines spell FP8: quantization_config, names and shapes of scale tensors, skip lists.
+"""The only file that knows how engines spell FP8: quantization_config, names and shapes of scale tensors. Names of
+modules in it are in targets.py.
 
 Layouts on disk:
     ct        compressed-tensors, format float-quantized: `weight_scale` [N, 1], [1] or [N/128, K/128]
@@ -21,18 +22,19 @@ from typing import Any
 import torch
 
 from octavo.base.errors import CheckpointError, ConfigError
+from octavo.formats.fitting import SERVABLE, served_activation
 from octavo.formats.granularity import Granularity, PerBlock, PerRow, PerTensor
 from octavo.formats.recipe import Assignment, Recipe
 from octavo.formats.scaled import ScaledTensor
 from octavo.formats.spec import E4M3
+from octavo.store.targets import group_targets
+from octavo.store.targets import skip_list as skip_list
+from octavo.store.targets import spellings as spellings
 from octavo.store.tensors import Checkpoint
 
 LAYOUTS = ("ct", "native")
 INPUT_SCALE = "input_scale"
 SCALE_NAMES = ("weight_scale_inv", "weight_scale")
-# What serving does with activations, per weight granularity: other pairs have no kernel in any engine.
-SERVABLE = {"row": ("token", "static", "none"), "tensor": ("token", "static", "none"), "block": ("group128", "none")}
-ROLES_OF_LINEARS = frozenset({"linear", "expert", "router", "head", "tower", "mtp"})
 
 
 @dataclass(frozen=True)
@@ -97,13 +99,7 @@ def to_quantization_config(
     shapes (tensor name -> shape): leaves norms and biases of towers out of the skip list.
     """
     check_layout(layout, recipe)
-    skip = skip_list(assignments, shapes)
-    granularities: dict[Granularity, list[str]] = {}
-    for module, decision in assignments.items():
-        if decision.rule is not None:
-            granularities.setdefault(decision.rule.granularity, []).append(module)
-    # The class last: compressed_tensors stops at the first target that matches, and warns about every name behind it.
-    granularities[recipe.rule.granularity] = granularities.pop(recipe.rule.granularity, [])
+    skip = skip_list(assignments, shapes, layout)
     if layout == "native":
         block = recipe.rule.granularity
         return {
@@ -113,14 +109,18 @@ def to_quantization_config(
             "weight_block_size": [block.rows, block.cols] if isinstance(block, PerBlock) else None,
             "modules_to_not_convert": skip,
         }
+    kinds: dict[tuple[Granularity, str], list[str]] = {}
+    for module, decision in assignments.items():
+        if decision.rule is not None:
+            kind = decision.rule.granularity, activation_of(decision, recipe, layout)
+            kinds.setdefault(kind, []).append(module)
+    # The class last: compressed_tensors stops at the first target that matches, and warns about every name behind it.
+    main = recipe.rule.granularity, recipe.activation
+    kinds[main] = kinds.pop(main, [])
     groups = {}
-    for index, (granularity, modules) in enumerate(granularities.items()):
-        targets = ["Linear"] if granularity == recipe.rule.granularity else sorted(modules)
-        activation = recipe.activation
-        if activation not in SERVABLE[granularity.name]:
-            activation = SERVABLE[granularity.name][0]
+    for index, ((granularity, activation), modules) in enumerate(kinds.items()):
         groups[f"group_{index}"] = {
-            "targets": targets,
+            "targets": ["Linear"] if (granularity, activation) == main else group_targets(modules, assignments),
             "weights": _ct_weights(granularity),
             "input_activations": _ct_activation(activation),
             "output_activations": None,
@@ -135,6 +135,15 @@ def to_quantization_config(
         "ignore": skip,
         "kv_cache_scheme": None,
     }
+
+
+def activation_of(decision: Assignment, recipe: Recipe, layout: str) -> str:
+    """What a file declares for the inputs of a quantized module."""
+    assert decision.rule is not None
+    if decision.activation is not None:
+        return decision.activation
+    expert = decision.role == "expert"
+    return served_activation(decision.rule.granularity, recipe.activation, expert=expert, layout=layout)
 
 
 def check_layout(layout: str, recipe: Recipe) -> None:
@@ -155,38 +164,6 @@ def check_layout(layout: str, recipe: Recipe) -> None:
     if layout == "native" and recipe.activation == "none":
         fix = "Use --layout ct, whose input_activations may be null."
         raise ConfigError("layout native, weight-only", got="no way to write it", fix=fix)
-
-
-def skip_list(assignments: Mapping[str, Assignment], shapes: Mapping[str, tuple[int, ...]] | None = None) -> list[str]:
-    """Full names of every linear that stays in 16 bit, one per shard, in each spelling that an engine may use."""
-    kept = {"lm_head"}
-    for module, decision in assignments.items():
-        shape = (shapes or {}).get(f"{module}.weight", () if shapes else (1, 1))
-        is_matrix = len(shape) == 2 or decision.role == "expert"
-        if decision.rule is None and decision.role in ROLES_OF_LINEARS and is_matrix:
-            kept.add(module)
-    return sorted(spelling for module in kept for spelling in spellings(module))
-
-
-def spellings(module: str) -> set[str]:
-    """The names one module of a multimodal wrapper has on disk, in Transformers 5, and loaded as text only."""
-    names = {module}
-    for old, new in (
-        ("language_model.model.", "model.language_model."),
-        ("model.language_model.", "language_model.model."),
-        ("language_model.lm_head", "lm_head"),
-    ):
-        if module.startswith(old):
-            names.add(new + module.removeprefix(old))
-    for prefix in ("model.language_model.", "language_model.model."):
-        if module.startswith(prefix):
-            names.add("model." + module.removeprefix(prefix))
-    if _TOWER.match(module):
-        names.add(module.removeprefix("model.") if module.startswith("model.") else f"model.{module}")
-    return names
-
-
-_TOWER = re.compile(r"(model\.)?(visual|vision|audio|multi_modal|mm_|embed_vision|embed_audio|connector|aligner)")
 
 
 def _ct_weights(granularity: Granularity) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """Real families by their names and shapes: what is quantized, and how stacked experts come apart."""
 
+import json
+
 import pytest
 import torch
 
@@ -118,7 +120,8 @@ def test_families(tmp_path, name, scheme):
         is_linear = len(piece.shape) == 2 and piece.name.endswith(".weight")
         assert (plan.rule_of(piece) is not None) == (is_linear and not high), piece.name
         if plan.rule_of(piece):
-            assert plan.rule_of(piece).rule == Recipe.named(scheme).rule, piece.name
+            wanted = "channel" if scheme == "tensor" and ".experts." in piece.name else scheme
+            assert plan.rule_of(piece).rule == Recipe.named(wanted).rule, piece.name
     config = schema.to_quantization_config(plan.assignments, Recipe.named(scheme), "ct")
     schema.validate_ct(config)
 
@@ -161,7 +164,7 @@ def stacked(kind):
 
 
 @pytest.mark.parametrize("scheme", ["channel", "block128"])
-@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "gpt_oss", "llama4", "qwen3_vl_moe"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "llama4", "qwen3_vl_moe"])
 def test_stacked_experts_become_one_matrix_each(tmp_path, kind, scheme):
     """Scales never cross experts; names are those that engines read."""
     config, stored, want = stacked(kind)
@@ -189,17 +192,32 @@ def test_square_stacks_follow_the_model_type(tmp_path):
         assert torch.equal(piece.rows(checkpoint, 0, H), square[0].T if turned else square[0])
 
 
-def test_gpt_oss_biases_come_apart_too(tmp_path):
-    config, stored, _ = stacked("gpt_oss")
+def test_gpt_oss_comes_apart_by_the_names_of_its_layout(tmp_path):
+    """Interleaved columns and biases: what a reader of single experts sees."""
+    config, stored, want = stacked("gpt_oss")
     both, down = gaussian(E, 2 * I), gaussian(E, H)
     biases = {f"{AT}.mlp.experts.gate_up_proj_bias": both, f"{AT}.mlp.experts.down_proj_bias": down}
-    folder = write_checkpoint(tmp_path / "model", [{**stored, **biases}], config)
-    convert_checkpoint(Checkpoint.open(folder), tmp_path / "out", Recipe.named("channel"))
-    result = Checkpoint.open(tmp_path / "out")
+    source = Checkpoint.open(write_checkpoint(tmp_path / "model", [{**stored, **biases}], config))
     for e in range(E):
-        assert torch.equal(result.get(f"{AT}.mlp.experts.{e}.gate_proj.bias"), both[e, 0::2])
-        assert torch.equal(result.get(f"{AT}.mlp.experts.{e}.up_proj.bias"), both[e, 1::2])
-        assert torch.equal(result.get(f"{AT}.mlp.experts.{e}.down_proj.bias"), down[e])
+        want[f"{AT}.mlp.experts.{e}.gate_proj.bias"] = both[e, 0::2]
+        want[f"{AT}.mlp.experts.{e}.up_proj.bias"] = both[e, 1::2]
+        want[f"{AT}.mlp.experts.{e}.down_proj.bias"] = down[e]
+    pieces = {piece.name: piece for piece in find_pieces(source)}
+    assert set(pieces) == set(want)
+    for name, matrix in want.items():
+        assert torch.equal(pieces[name].rows(source, 0, len(matrix)), matrix), name
+
+
+def test_experts_that_no_engine_reads_one_by_one_stay_stacked(tmp_path):
+    config, stored, _ = stacked("gpt_oss")
+    source = Checkpoint.open(write_checkpoint(tmp_path / "model", [{**stored, **attention(f"{AT}.self_attn")}], config))
+    for layout, block in (("native", f"{AT}.mlp.experts"), ("ct", r"re:(?:.*\.)?layers\.0\.mlp\.experts\..*")):
+        summary = convert_checkpoint(source, tmp_path / layout, Recipe.named("block128"), layout=layout)
+        result = Checkpoint.open(tmp_path / layout)
+        assert all(torch.equal(result.get(name), tensor) for name, tensor in stored.items())
+        assert block in json.dumps(summary.quantization_config).replace("\\\\", "\\")
+        reasons = {o.reason for o in summary.outcomes if o.role == "expert"}
+        assert reasons == {"no engine reads single FP8 experts of gpt_oss"}
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])

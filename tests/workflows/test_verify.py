@@ -552,3 +552,20 @@ def test_transposed_square_channel_matrix(tmp_path):
     assert run(folder, tmp_path).verdict == "ok"
     folder.tensors[f"{Q}.weight"] = transposed(folder.tensors[f"{Q}.weight"])
     assert "weight-transposed" in dict(found(run(folder, tmp_path), "error"))
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize(
+    ("kind", "inputs"),
+    [("ct-channel", None), ("ct-tensor", None), ("ct-block", None), ("ct-tensor", "token"), ("ct-channel", "static")],
+)
+def test_pairs_that_no_grouped_kernel_takes(engine, kind, inputs, tmp_path):
+    folder = quantize(decoder("qwen3_moe", experts=4), kind)
+    group = folder.quant["config_groups"]["group_0"]
+    if inputs is None:
+        group["input_activations"] = None
+    else:
+        group["input_activations"] |= {"strategy": "tensor" if inputs == "static" else inputs}
+        group["input_activations"]["dynamic"] = inputs != "static"
+    report = run(folder, tmp_path, engine, quick=True)
+    assert "expert-schemes" in dict(found(report, "error"))

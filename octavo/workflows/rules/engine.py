@@ -226,21 +226,6 @@ def dynamic_blocks(weights: Weights, where: str, out: Findings) -> Weights:
     return replace(weights, activation="dynamic")
 
 
-def stacked_only(model: Model, families: frozenset[str], name: str, plan: Plan, out: Findings) -> None:
-    """Families whose loader knows only experts stacked in one parameter: tensors per expert fall on the floor."""
-    found = [m for n, m in model.modules.items() if experts_block(n) and m.is_matrix and m.weight is not None]
-    if model.model_type not in families or not found:
-        return
-    text = (
-        f"{name} loads the experts of {model.model_type} only from stacked parameters; {len(found)} stored per "
-        "expert are dropped, and the experts stay uninitialised."
-    )
-    fix = "Keep the experts in 16 bit: `octavo quantize MODEL OUT --skip '*experts*'`."
-    first = found[0].weight
-    out.error("experts-dropped", first.name if first else found[0].name, text, fix)
-    plan.refused.update(m.name for m in found)
-
-
 # -------------------------------------------------------------------------------------------- matching of skip lists
 @lru_cache(maxsize=4096)
 def _compiled(pattern: str) -> re.Pattern[str] | None:

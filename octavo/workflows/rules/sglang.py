@@ -5,7 +5,7 @@ Sources: srt/layers/quantization/{fp8,modelopt_quant,utils}.py, compressed_tenso
 
 from __future__ import annotations
 
-from octavo.formats.architectures import ROW_PARALLEL
+from octavo.formats.architectures import ROW_PARALLEL, STACKED_ONLY
 from octavo.workflows.rules import kernels
 from octavo.workflows.rules.engine import (
     Built,
@@ -23,6 +23,7 @@ from octavo.workflows.rules.engine import (
     listed,
     modelopt_parts,
 )
+from octavo.workflows.rules.experts import GENERIC_LEAF, check_schemes, listed_inside, stacked_experts, stacked_only
 from octavo.workflows.rules.findings import CONFIG, REQUANTIZE, Findings
 from octavo.workflows.rules.model import Model, Module
 from octavo.workflows.rules.scheme import Group, Scheme
@@ -60,6 +61,7 @@ def plan(model: Model, scheme: Scheme, target: Target, out: Findings) -> Plan:
         _compressed_tensors(model, scheme, target, result, out)
     elif scheme.method == "modelopt":
         _modelopt(model, scheme, result, out)
+    stacked_only(model, STACKED_ONLY, VOICE.name, result, out)
     return result
 
 
@@ -89,7 +91,7 @@ def _native(model: Model, scheme: Scheme, result: Plan, out: Findings) -> None:
         else:
             built = Built(None, "in the skip list") if listed(skip, module.name, dotted_segments) else quantized
         result.modules[module.name] = built
-    _stacked(model, skip, dotted_segments, quantized, result)
+    stacked_experts(model, quantized, result, lambda block: listed(skip, block, dotted_segments))
 
 
 def _renamed_scales(model: Model, result: Plan, out: Findings) -> None:
@@ -120,13 +122,6 @@ def _merged(model: Model, skip: tuple[str, ...], match: Match, text: str, result
             result.refused.update(m.name for m in members)
 
 
-def _stacked(model: Model, skip: tuple[str, ...], match: Match, quantized: Built, result: Plan) -> None:
-    for name, module in model.modules.items():
-        if module.role == "expert" and module.weight is not None and len(module.weight.shape) == 3:
-            skipped = listed(skip, name.rpartition(".")[0], match)
-            result.modules[name] = Built(None, "in the skip list") if skipped else quantized
-
-
 # ------------------------------------------------------------------------------------------------ compressed-tensors
 def _compressed_tensors(model: Model, scheme: Scheme, target: Target, result: Plan, out: Findings) -> None:
     bad_patterns((*scheme.skip, *(t for g in scheme.groups for t in g.targets)), scheme.key, out)
@@ -139,11 +134,13 @@ def _compressed_tensors(model: Model, scheme: Scheme, target: Target, result: Pl
     for module in model.linears():
         if module.name not in result.modules:
             block = experts_block(module.name)
-            name = f"{block}.0.{module.leaf}" if block else module.name
+            # SGLang asks expert 0, by these names in every family, and takes its answer for all.
+            name = f"{block}.0.{GENERIC_LEAF.get(module.leaf, module.leaf)}" if block else module.name
             result.modules[module.name] = _module(module, name, scheme, targets, out)
     linear = next((g for t, g in targets if t == "Linear"), None)
     quantized = built_by(linear) if linear is not None else Built(None, "no target matches")
-    _stacked(model, scheme.skip, exact_regex_or_suffix, quantized, result)
+    stacked_experts(model, quantized, result, lambda block: listed_inside(scheme.skip, block, exact_regex_or_suffix))
+    check_schemes(result, out)
 
 
 def _fused(

@@ -18,7 +18,8 @@ KV = frozenset({"k_proj", "v_proj"})
 def split_problems(model: Model, plan: Plan, tp: int, *, last_exempt: bool, refine: bool) -> list[tuple[str, str, str]]:
     """(code, where, message) of everything that cannot be split into `tp` ranks; empty when it can.
 
-    last_exempt: the last shard of a merged matrix may be ragged when it is not split. refine: block scales of experts
+    last_exempt: the last shard of a merged matrix may be ragged when it is not split, which matrices that every rank
+    holds whole never are. refine: block scales of experts
     are re-gridded down to 32 where the intermediate size asks for it.
     """
     sizes = Sizes(model)
@@ -88,8 +89,9 @@ def _per_rank(name: str, rows: int, sizes: Sizes, tp: int) -> int:
 def _merged_rows(
     fused: str, members: list[tuple[str, int]], sizes: Sizes, plan: Plan, tp: int, *, last_exempt: bool
 ) -> list[tuple[str, str, str]]:
-    split = tp > 1 and not any(name.rpartition(".")[2] in REPLICATED for name, _ in members)
-    checked = members if split or not last_exempt else members[:-1]
+    replicated = any(name.rpartition(".")[2] in REPLICATED for name, _ in members)
+    split = tp > 1 and not replicated
+    checked = members[:-1] if not split and (last_exempt or replicated) else members
     problems = []
     for name, rows in checked:
         block = _block(plan, name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from octavo.formats.architectures import STACKED_ONLY
 from octavo.workflows.rules import kernels
 from octavo.workflows.rules.engine import (
     Built,
@@ -18,9 +19,9 @@ from octavo.workflows.rules.engine import (
     exact_or_regex,
     experts_block,
     listed,
-    stacked_only,
     transformers_skip,
 )
+from octavo.workflows.rules.experts import stacked_only
 from octavo.workflows.rules.findings import CONFIG, REQUANTIZE, Findings
 from octavo.workflows.rules.model import Model, Module
 from octavo.workflows.rules.scheme import Group, Scheme, Weights
@@ -37,7 +38,7 @@ DEFAULT_BLOCK = (128, 128)
 # The loader renames these leaves before it looks for parameters.
 RENAMES = {"scale": "weight_scale_inv", "qscale_weight": "weight_scale_inv"}
 # Families without a mapping from per-expert names to their stacked parameters.
-STACKED_EXPERTS = frozenset({"gpt_oss", "llama4"})
+STACKED_EXPERTS = STACKED_ONLY | {"llama4"}
 # Routers that are a plain nn.Linear in the model's code, so that they are converted like any other.
 LINEAR_ROUTERS = frozenset({"shared_expert_gate"})
 

@@ -6,10 +6,9 @@ model_executor/models/*, and what its own loader does with broken folders.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
-from octavo.formats.architectures import ROW_PARALLEL
+from octavo.formats.architectures import ROW_PARALLEL, STACKED_ONLY
 from octavo.workflows.rules import kernels
 from octavo.workflows.rules.engine import (
     Built,
@@ -24,11 +23,11 @@ from octavo.workflows.rules.engine import (
     experts_block,
     listed,
     modelopt_exclude,
-    stacked_only,
 )
+from octavo.workflows.rules.experts import check_schemes, listed_inside, stacked_experts, stacked_only
 from octavo.workflows.rules.findings import CONFIG, REQUANTIZE, Findings
 from octavo.workflows.rules.model import Model, Module
-from octavo.workflows.rules.scheme import CODE_FORMATS, Group, Scheme, Weights
+from octavo.workflows.rules.scheme import CODE_FORMATS, Group, Scheme
 
 NEWEST = "0.33.0"
 RELEASES = ("0.32", "0.33")  # read; their rules hold for every patch release of them
@@ -53,8 +52,6 @@ WRAPPER_PREFIXES = (
 MODELOPT_TOWERS = ("vision_tower", "vision_model", "vit_large_projector")
 # DeepGEMM is switched off for these: requantized scales cost them too much accuracy.
 NO_DEEP_GEMM = frozenset({"qwen3_5", "qwen3_5_moe"})
-# Loaders that know no per-expert names.
-STACKED_EXPERTS = frozenset({"gpt_oss"})
 # Expert blocks re-grid their block scales down to 32 from this release on.
 REFINE_SINCE = (0, 32)
 
@@ -73,7 +70,7 @@ def plan(model: Model, scheme: Scheme, target: Target, out: Findings) -> Plan:
         _compressed_tensors(model, scheme, result, out)
     elif scheme.method == "modelopt":
         _modelopt(model, scheme, result, out)
-    stacked_only(model, STACKED_EXPERTS, VOICE.name, result, out)
+    stacked_only(model, STACKED_ONLY, VOICE.name, result, out)
     return result
 
 
@@ -123,7 +120,9 @@ def _native(model: Model, scheme: Scheme, result: Plan, out: Findings) -> None:
             )
             built = Built(None, "in the skip list") if skipped else quantized
         result.modules[module.name] = built
-    _stacked(model, quantized, result, lambda name: any(canonical(name, model) in e for e in skip if "experts" in e))
+    stacked_experts(
+        model, quantized, result, lambda block: any(canonical(block, model) in e for e in skip if "experts" in e)
+    )
 
 
 def _fused_name(model: Model, module: Module) -> str | None:
@@ -141,14 +140,6 @@ def _agree(fused: str, members: list[Module], skipped: list[bool], text: str, re
         where = f"{odd[0]} (merged into {fused})"
         out.error("partial-fusion", where, f"Only {', '.join(odd)} in the skip list. {text.format(fused)}", REQUANTIZE)
         result.refused.update(m.name for m in members)
-
-
-def _stacked(model: Model, quantized: Built, result: Plan, skipped: Callable[[str], bool]) -> None:
-    """Experts stacked in one 3-D parameter."""
-    for name, module in model.modules.items():
-        if module.role == "expert" and module.weight is not None and len(module.weight.shape) == 3:
-            block = name.rpartition(".")[0]
-            result.modules[name] = Built(None, "in the skip list") if skipped(block) else quantized
 
 
 # ------------------------------------------------------------------------------------------------ compressed-tensors
@@ -182,8 +173,10 @@ def _compressed_tensors(model: Model, scheme: Scheme, result: Plan, out: Finding
         result.modules[module.name] = _ct_module(module, name, skip, targets, model)
     linear = next((g for t, g in targets if t == "Linear"), None)
     quantized = built_by(linear) if linear is not None else Built(None, "no target matches")
-    _stacked(model, quantized, result, lambda block: listed(skip, canonical(block, model), exact_or_regex))
-    _check_experts(model, result, out)
+    stacked_experts(
+        model, quantized, result, lambda block: listed_inside(skip, canonical(block, model), exact_or_regex)
+    )
+    check_schemes(result, out)
 
 
 def _map_target(entry: str, model: Model) -> str:
@@ -269,26 +262,6 @@ def _args(scheme: Scheme, group: Group, key: str) -> dict[str, object]:
     value = scheme.raw.get("config_groups", {}).get(group.name, {})
     value = value.get(key) if isinstance(value, dict) else None
     return value if isinstance(value, dict) else {}
-
-
-def _check_experts(model: Model, result: Plan, out: Findings) -> None:
-    """One scheme per expert block, of the few that the grouped kernels take."""
-    blocks: dict[str, dict[str, Weights | None]] = {}
-    for name, built in result.modules.items():
-        block = experts_block(name)
-        if block is not None:
-            blocks.setdefault(block, {})[name.rpartition(".")[2]] = built.weights
-    for block, leaves in blocks.items():
-        if len(set(leaves.values())) > 1:
-            text = "All MoE projections need to have same quantization scheme but found multiple."
-            out.error("expert-schemes", block, text, REQUANTIZE)
-        for weights in leaves.values():
-            if weights is not None and weights.strategy == "channel" and weights.activation == "static":
-                text = "For FP8 Fused MoE layer, we require either per tensor or channelwise, dynamic per token."
-                out.error("expert-schemes", block, text, REQUANTIZE)
-            elif weights is not None and weights.strategy == "tensor" and weights.act_strategy != "tensor":
-                text = "Experts with one scale per tensor need activations with one scale per tensor."
-                out.error("expert-schemes", block, text, REQUANTIZE)
 
 
 # ---------------------------------------------------------------------------------------------------------- ModelOpt
