@@ -118,7 +118,7 @@ def compensated(
     worse = error > error_nearest
     y[worse] = plain[worse]
     codes = torch.empty((n, k), dtype=torch.uint8, device=weight.device)
-    codes[:, order] = torch.where(special, encode(target, spec), encode(y, spec))
+    codes[:, order] = encode(torch.where(special, target, y), spec)
     return Rounded(codes, torch.minimum(error, error_nearest), error_nearest)
 
 

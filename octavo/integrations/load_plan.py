@@ -7,7 +7,7 @@ quantize` does. The plan joins the two before a single weight is read.
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from octavo.base.errors import CheckpointError, ConfigError
 from octavo.base.log import logger
 from octavo.formats.recipe import Assignment, Recipe, Rule
 from octavo.modules.experts import NAMES
-from octavo.store.plan import nearest_elsewhere
 from octavo.store.schema import SCALE_NAMES, StoredScheme, parse_quantization_config, read_scaled
 from octavo.store.tensors import Checkpoint
 
@@ -52,6 +51,17 @@ class LoadPlan:
     sources: Sources = field(default_factory=dict)
     scheme: StoredScheme = field(default_factory=lambda: StoredScheme("none"))
 
+    def experts(self, module: str) -> list[str]:
+        """`module.E.leaf` of every expert of stacked experts, as moments name them; [] for a linear."""
+        found = []
+        for leaf in ("gate_up_proj", "down_proj"):
+            tensors = [tensor for _, tensor in self.sources.get(f"{module}.{leaf}", ())]
+            stacked = len(tensors) == 1 and len(self.shapes[tensors[0]]) == 3
+            parts = 2 if leaf == "gate_up_proj" else 1
+            count = self.shapes[tensors[0]][0] if stacked else len(tensors) // parts
+            found += [f"{module}.{expert}.{leaf}" for expert in range(count)]
+        return found
+
     def disk_modules(self, parameter: str) -> dict[str | None, list[str]]:
         """Pattern -> module names on disk of the tensors behind a parameter, in order."""
         found: dict[str | None, list[str]] = {}
@@ -78,14 +88,12 @@ def make_plan(
     sources = sources_on_disk(model, list(shapes))
     plan = LoadPlan(recipe, {}, {}, dict(shapes), sources, scheme)
     plan.assignments = recipe.assign(shapes, layers=checkpoint.layers if checkpoint else None)
-    plan.assignments = nearest_elsewhere(plan.assignments, calibrated)
     if checkpoint is not None and scheme.groups:
         _take_stored(plan, checkpoint)
     mode = activation or recipe.activation
     tied = _tied(model)
     linears = {n: m for n, m in model.named_modules() if n and type(m) is nn.Linear and f"{n}.weight" not in tied}
     decisions = recipe.assign({f"{n}.weight": tuple(m.weight.shape) for n, m in linears.items()})
-    decisions = nearest_elsewhere(decisions, calibrated)
     for name in linears:
         _plan_linear(plan, name, decisions[name], activation)
     for name, module in model.named_modules():
@@ -93,8 +101,7 @@ def make_plan(
             _plan_experts(plan, name, module, mode)
     if checkpoint is not None:
         _refuse_lost_codes(plan, checkpoint)
-    if recipe.compensated:
-        _warn_of_nearest(plan)
+    _nearest_elsewhere(plan, calibrated or ())
     if not plan.modules:
         what = f"recipe '{recipe.name}' quantizes no module of {type(model).__name__}"
         raise ConfigError(what, got=f"{len(linears)} linear layers", fix="Check its skip patterns.")
@@ -132,10 +139,19 @@ def stored_modules(checkpoint: Checkpoint) -> Iterator[str]:
             yield name.removesuffix(".weight")
 
 
-def _warn_of_nearest(plan: LoadPlan) -> None:
-    nearest = [name for name, module in plan.modules.items() if module.rule.rounding == "nearest"]
+def _nearest_elsewhere(plan: LoadPlan, calibrated: Container[str]) -> None:
+    """Linears without moments are rounded to nearest, with a warning; of experts, the streamer decides one by one."""
+    nearest = []
+    for name, module in plan.modules.items():
+        if module.rule.rounding == "nearest" or (module.disk or name) in calibrated:
+            continue
+        parts = plan.experts(name)
+        nearest += [part for part in parts if part not in calibrated] if parts else [name]
+        if not parts:
+            plan.modules[name] = replace(module, rule=replace(module.rule, rounding="nearest"))
     if nearest:
-        logger().warning("%d modules were not calibrated and are rounded to nearest: %s", len(nearest), nearest[0])
+        what = "%d linears have no calibrated inputs, or too few, and are rounded to nearest, such as %s"
+        logger().warning(what, len(nearest), nearest[0])
 
 
 def _stored_recipe(scheme: StoredScheme, wanted: Recipe | None) -> Recipe:

@@ -159,11 +159,19 @@ class Streamer:
                     assert self.checkpoint is not None
                     q = read_scaled(self.checkpoint, disk[shard][expert], self.plan.scheme)
                 else:
-                    q = quantize_in_slices(matrix, plan.rule, name, common)
+                    part = f"{module}.{expert}.{leaf}"
+                    rule = self._rule_for(plan.rule, part)
+                    q = quantize_in_slices(matrix, rule, name, common, solve=self.solve, module=part)
                 codes[expert, shard * rows : (shard + 1) * rows] = q.codes
                 scales[expert, shard] = q.scale
         self._count(codes.numel())
         return {name: FrozenParameter(codes), f"{name}_scale": FrozenParameter(scales)}
+
+    def _rule_for(self, rule: Rule, part: str) -> Rule:
+        """Of one expert: to nearest where too few tokens were routed to it."""
+        if self.solve is not None and part in self.solve.moments:
+            return rule
+        return replace(rule, rounding="nearest")
 
     def _quantize(self, module: str, x: torch.Tensor, scale: torch.Tensor | None = None) -> ScaledTensor:
         plan = self.plan.modules[module]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -26,6 +27,8 @@ BINS_PER_OCTAVE = 32
 FIRST_EXPONENT, LAST_EXPONENT = -40, 24
 BINS = BINS_PER_OCTAVE * (LAST_EXPONENT - FIRST_EXPONENT)
 PERCENTILES = (50.0, 99.0, 99.9, 99.99)
+
+Seen = Callable[[str, torch.Tensor, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]], None]
 
 _SHIFT = 23 - int(math.log2(BINS_PER_OCTAVE))
 _ALL_BINS = (0xFF + 1) * BINS_PER_OCTAVE - 1  # exponent and kept mantissa bits, without the sign
@@ -144,9 +147,8 @@ class InputObserver:
         for name, linear in self._linears.items():
             self._hooks.append(linear.register_forward_pre_hook(self._hook(name)))
         for owner, module in self._owners.items():
-            products = _ExpertProducts(owner, self._stacks[owner], self)
-            self._hooks.append(module.register_forward_pre_hook(products.start))
-            self._hooks.append(module.register_forward_hook(products.stop, always_call=True))
+            products = ExpertProducts(owner, self._stacks[owner], self._seen, self.transposed)
+            self._hooks += products.watch(module)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -190,6 +192,9 @@ class InputObserver:
 
         return hook
 
+    def _seen(self, name: str, x: torch.Tensor, *_: object) -> None:
+        self.observe(name, x)
+
 
 class CacheObserver:
     """Watches what a KV cache is given: keys after rotary embedding, one entry per KV head, as the cache holds them.
@@ -232,44 +237,63 @@ class CacheObserver:
         return result
 
 
-class _ExpertProducts(TorchFunctionMode):
-    """Sees the matrix products of a module whose experts are slices of 3-D parameters, and says which expert it was."""
+class ExpertProducts(TorchFunctionMode):
+    """Sees the matrix products of a module whose experts are slices of 3-D parameters, and says which expert it was.
+
+    seen(name, x, result, pick): a product of expert `owner.E.leaf`, x [rows, K] its inputs, result what the product
+    returned, and pick what takes these rows out of a tensor shaped like result. transposed: gets the names of stacks
+    used as x @ W[e].
+    """
 
     _LINEAR, _MATMUL = frozenset({"linear"}), frozenset({"matmul", "mm", "bmm", "__matmul__"})
 
-    def __init__(self, owner: str, stacks: dict[str, nn.Parameter], observer: InputObserver) -> None:
+    def __init__(
+        self, owner: str, stacks: dict[str, nn.Parameter], seen: Seen, transposed: set[str] | None = None
+    ) -> None:
         super().__init__()
-        self.owner, self.stacks, self.observer = owner, stacks, observer
+        self.owner, self.stacks, self.seen = owner, stacks, seen
+        self.transposed = transposed if transposed is not None else set()
 
-    def start(self, *_: object) -> None:
+    def watch(self, module: nn.Module) -> list[Any]:
+        """Look on while `module` runs; returns the handles of the hooks."""
+        start = module.register_forward_pre_hook(lambda *_: self._enter())
+        return [start, module.register_forward_hook(lambda *_: self._leave(), always_call=True)]
+
+    def _enter(self) -> None:
         self.__enter__()  # type: ignore[no-untyped-call]
 
-    def stop(self, *_: object) -> None:
+    def _leave(self) -> None:
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
         kind = getattr(func, "__name__", "")
         if kind in self._LINEAR | self._MATMUL and len(args) > 1:
-            self._product(args[0], args[1], -2 if kind in self._MATMUL else -1)
-        return func(*args, **(kwargs or {}))
+            self._product(args[0], args[1], result, -2 if kind in self._MATMUL else -1)
+        return result
 
-    def _product(self, x: torch.Tensor, weight: torch.Tensor, inner: int) -> None:
+    def _product(self, x: torch.Tensor, weight: torch.Tensor, result: torch.Tensor, inner: int) -> None:
         """x times an expert's weight [.., ..], or all experts' inputs times the stack. inner: dimension of K in it."""
         for leaf, stack in self.stacks.items():
             if weight.untyped_storage().data_ptr() != stack.untyped_storage().data_ptr():
                 continue
             if weight.stride(inner) == stack.stride(1) != stack.stride(2):
-                self.observer.transposed.add(f"{self.owner}.{leaf}")
+                self.transposed.add(f"{self.owner}.{leaf}")
             if weight.ndim == 2:
                 expert = (weight.storage_offset() - stack.storage_offset()) // stack.stride(0)
-                self.observer.observe(f"{self.owner}.{expert}.{leaf}", x)
+                self.seen(f"{self.owner}.{expert}.{leaf}", x, result, lambda whole: whole)
                 return
             for expert, rows in enumerate(x):
                 # Models that multiply every expert with every token mask the tokens of others with zeros.
-                given = rows[rows.abs().amax(-1) > 0]
-                if len(given):
-                    self.observer.observe(f"{self.owner}.{expert}.{leaf}", given)
+                given = rows.abs().amax(-1) > 0
+                if bool(given.any()):
+                    pick = partial(_rows_of, expert, given)
+                    self.seen(f"{self.owner}.{expert}.{leaf}", rows[given], result, pick)
             return
+
+
+def _rows_of(expert: int, given: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    return whole[expert][given]
 
 
 def _not_finite(what: str, nan: bool) -> CheckpointError:

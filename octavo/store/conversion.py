@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from octavo.formats.granularity import PerTensor
 from octavo.formats.recipe import Recipe
 from octavo.store.folder import OutputFolder, check_apart, check_output, check_space, copy_side_files
 from octavo.store.manifest import MANIFEST, Manifest, fingerprint, plain_recipe
+from octavo.store.moments import Moments
 from octavo.store.pieces import Piece
 from octavo.store.plan import Outcome, Plan, make_plan
 from octavo.store.runner import Task, default_workers, run_tasks, worker_pool, write_shards
@@ -80,7 +81,7 @@ def convert_checkpoint(
     examine: Examine = lambda plan, quantization: None,
     observe: Observe | None = None,
     scales: Scales | None = None,
-    calibrated: Container[str] | None = None,
+    calibrated: Moments | None = None,
     slice_values: int = SLICE,
     dequantize: bool = False,
     compat: str | None = None,

@@ -26,6 +26,7 @@ SCHEMA_VERSION = 1
 class MomentsIndex(Report):
     """model_fingerprint: of the model that was calibrated. tokens: seen. weighting: `none`, or `fisher`: each token
     counts as much as the loss depends on the layer's output there. files: matrix -> file. modules: module -> matrix.
+    few: modules that too few tokens reached for their moments to be of use -> how many.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -35,6 +36,7 @@ class MomentsIndex(Report):
     weighting: str
     files: dict[str, str] = pydantic.Field(default_factory=dict)
     modules: dict[str, str] = pydantic.Field(default_factory=dict)
+    few: dict[str, int] = pydantic.Field(default_factory=dict)
 
 
 class Moments:
@@ -68,6 +70,12 @@ class Moments:
     def __contains__(self, module: object) -> bool:
         return module in self.index.modules
 
+    def missing(self, module: str) -> str:
+        """Why there is nothing for a module, in words."""
+        if module in self.index.few:
+            return f"{self.index.few[module]} calibration tokens reached it, too few"
+        return "its inputs were not calibrated"
+
     def key(self, module: str) -> str:
         """The matrix of a module: equal for modules that share their input."""
         return self.index.modules[module]
@@ -98,16 +106,23 @@ class MomentsWriter:
         self.folder = folder
         self._files: dict[str, str] = {}
         self._modules: dict[str, str] = {}
+        self._few: dict[str, int] = {}
         folder.mkdir(parents=True, exist_ok=True)
         (folder / INDEX).unlink(missing_ok=True)
 
     def add(self, matrices: Mapping[str, torch.Tensor], members: Mapping[str, list[str]]) -> None:
-        """One file of matrices. members: matrix -> the modules that are given this input."""
+        """One file of matrices, if there are any. members: matrix -> the modules that are given this input."""
+        if not matrices:
+            return
         name = f"moments-{len(set(self._files.values())) + 1:05d}.safetensors"
         atomic_write(self.folder / name, save({key: value.float().cpu() for key, value in matrices.items()}))
         for key in matrices:
             self._files[key] = name
             self._modules.update(dict.fromkeys(members[key], key))
+
+    def skip(self, few: Mapping[str, int]) -> None:
+        """Modules without a matrix -> the tokens that reached them."""
+        self._few.update(few)
 
     def finish(self, *, model_fingerprint: str, data_fingerprint: str, tokens: int, weighting: str) -> MomentsIndex:
         index = MomentsIndex(
@@ -117,6 +132,7 @@ class MomentsWriter:
             weighting=weighting,
             files=self._files,
             modules=self._modules,
+            few=self._few,
         )
         index.write(self.folder / INDEX)
         return index

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from octavo.formats.architectures import fused_group
 from octavo.formats.granularity import PerTensor
 from octavo.formats.recipe import Assignment, Recipe
 from octavo.store import schema
+from octavo.store.moments import Moments
 from octavo.store.pieces import Piece, find_pieces, restack
 from octavo.store.scales import Scales
 from octavo.store.tensors import Checkpoint
@@ -61,7 +62,7 @@ def make_plan(
     *,
     dequantize: bool = False,
     scales: Scales | None = None,
-    calibrated: Container[str] | None = None,
+    calibrated: Moments | None = None,
     scale_dtype: torch.dtype = torch.float32,
 ) -> Plan:
     """Assign a rule to every module of `source` and lay out the output. Reads headers only.
@@ -74,7 +75,7 @@ def make_plan(
     pieces = find_pieces(source, dequantize=dequantize)
     shapes = {piece.name: piece.shape for piece in pieces}
     decided = recipe.assign(shapes, layout=layout, layers=source.layers, config=source.text_config)
-    decided = nearest_elsewhere(_drop_impossible(decided, pieces), calibrated)
+    decided = _nearest_elsewhere(_drop_impossible(decided, pieces), calibrated)
     pieces = restack(pieces, {m: a.rule is not None for m, a in decided.items()}, source)
     plan = Plan(pieces, decided, {}, layout, _outcomes(decided, shapes))
     plan.amax_group = _shared_scales(decided)
@@ -85,7 +86,7 @@ def make_plan(
     return plan
 
 
-def _check_sliceable(recipe: Recipe, calibrated: Container[str] | None) -> None:
+def _check_sliceable(recipe: Recipe, calibrated: Moments | None) -> None:
     rules = [recipe.rule, *(rule for _, rule in recipe.overrides if rule)]
     for rule in rules:
         if rule.rounding != "nearest" and calibrated is None:
@@ -97,12 +98,13 @@ def _check_sliceable(recipe: Recipe, calibrated: Container[str] | None) -> None:
             raise ConfigError("scale method 'mse' with one scale per tensor", need="scheme channel or block128")
 
 
-def nearest_elsewhere(decided: Mapping[str, Assignment], calibrated: Container[str] | None) -> dict[str, Assignment]:
+def _nearest_elsewhere(decided: Mapping[str, Assignment], calibrated: Moments | None) -> dict[str, Assignment]:
     """Compensated rounding needs the inputs of a linear: without them it is rounded to nearest, and says so."""
     result = dict(decided)
     for module, found in decided.items():
         if found.rule is not None and found.rule.rounding != "nearest" and module not in (calibrated or ()):
-            reason = f"{found.reason}; its inputs were not calibrated, so it is rounded to nearest"
+            why = calibrated.missing(module) if calibrated is not None else "its inputs were not calibrated"
+            reason = f"{found.reason}; {why}, so it is rounded to nearest"
             result[module] = replace(found, rule=replace(found.rule, rounding="nearest"), reason=reason)
     return result
 

@@ -40,7 +40,8 @@ def test_matrices_are_the_inputs_second_moments(opened, samples, tmp_path, memor
     moments = gather_moments(opened, "d", samples, tmp_path / "m", "none", memory)
     for name in (f"{L}.self_attn.k_proj", f"{L}.mlp.down_proj", "model.layers.1.mlp.up_proj"):
         x = inputs_of(opened.model, name, samples)
-        torch.testing.assert_close(moments.get(name), x.T @ x, rtol=1e-4, atol=1e-5)
+        expected = x.T @ x  # BF16 products where the CPU has units for them
+        torch.testing.assert_close(moments.get(name), expected, rtol=0.01, atol=0.01 * float(expected.diagonal().max()))
     assert moments.index.tokens == 48 and moments.index.weighting == "none"
 
 

@@ -5,7 +5,14 @@ import torch
 from torch import nn
 
 from octavo.base.errors import CheckpointError
-from octavo.modules.moments import MOST_WEIGHT, MomentObserver, TokenWeights, fisher_backward, input_groups
+from octavo.modules.moments import (
+    MOST_WEIGHT,
+    MomentObserver,
+    TokenWeights,
+    fast_products,
+    fisher_backward,
+    input_groups,
+)
 
 
 class Block(nn.Module):
@@ -93,3 +100,50 @@ def test_fisher_gradient_has_the_fishers_expectation():
     fisher_backward(logits, torch.Generator().manual_seed(0))
     p = logits.detach()[0].softmax(-1)
     assert abs(logits.grad.square().sum(-1).mean() - (1 - p.square().sum())) < 0.01
+
+
+class Experts(nn.Module):
+    """Two experts as slices of one stack; `masked` multiplies every expert with every token, zeros for others'."""
+
+    def __init__(self, masked):
+        super().__init__()
+        self.up_proj, self.masked = nn.Parameter(torch.randn(3, 5, 8)), masked
+
+    def forward(self, x, expert):
+        if self.masked:
+            routed = torch.stack([x * (expert == e)[:, None] for e in range(3)])
+            return torch.bmm(routed, self.up_proj.mT).sum(0)
+        out = x.new_zeros(len(x), 5)
+        for e in range(3):
+            if (expert == e).any():
+                out[expert == e] = nn.functional.linear(x[expert == e], self.up_proj[e])
+        return out
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["one by one", "masked"])
+def test_experts_see_the_tokens_routed_to_them(masked):
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"experts": Experts(masked)})
+    x, expert = torch.randn(10, 8, requires_grad=True), torch.tensor([0, 1, 1, 0, 1, 1, 1, 0, 1, 1])
+    groups = {f"experts.{e}.up_proj": [f"experts.{e}.up_proj"] for e in range(3)}
+    with TokenWeights(model, groups) as weights:
+        model["experts"](x, expert).square().sum().backward()
+    w = weights.finish()
+    assert set(w) == {"experts.0.up_proj", "experts.1.up_proj"}
+    with MomentObserver(model, groups, w) as seen:
+        model["experts"](x, expert)
+    for e in (0, 1):
+        key, rows = f"experts.{e}.up_proj", x.detach()[expert == e]
+        norms = (2 * rows @ model["experts"].up_proj[e].detach().T).square().sum(-1)
+        torch.testing.assert_close(w[key], norms / norms.mean())
+        torch.testing.assert_close(seen.matrices[key], (rows * w[key][:, None]).T @ rows)
+    assert seen.tokens == {"experts.0.up_proj": 3, "experts.1.up_proj": 7, "experts.2.up_proj": 0}
+    assert "experts.2.up_proj" not in seen.matrices
+
+
+def test_fast_products_end_with_the_block():
+    x = torch.randn(64, 64)
+    exact = x @ x
+    with fast_products():
+        torch.testing.assert_close(x @ x, exact, rtol=0.05, atol=0.2)
+    assert torch.equal(x @ x, exact)

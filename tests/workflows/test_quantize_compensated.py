@@ -1,14 +1,21 @@
 """octavo quantize --rounding compensated, end to end on a tiny model."""
 
+import shutil
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+import octavo
 from octavo.base.errors import ConfigError, MismatchError
+from octavo.integrations.moments import moments_of
 from octavo.store.moments import Moments
 from octavo.store.schema import read_scaled
 from octavo.store.tensors import Checkpoint
 from octavo.workflows.calibrate import CalibrateConfig, calibrate
 from octavo.workflows.quantize import QuantizeConfig, quantize_checkpoint
+
+LEAVES = ("gate", "up", "down")
 
 
 @pytest.fixture
@@ -16,6 +23,20 @@ def data(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("the quick brown fox jumps over the lazy dog, and the dog does not mind at all. " * 40)
     return path
+
+
+@pytest.fixture(scope="module")
+def stacked_moe(tiny_moe, tmp_path_factory):
+    """The same model with its experts in one tensor per layer and leaf, as Transformers holds them."""
+    folder = tmp_path_factory.mktemp("stacked")
+    shutil.copytree(tiny_moe, folder, dirs_exist_ok=True)
+    tensors = load_file(folder / "model.safetensors")
+    for at in [f"model.layers.{layer}.mlp.experts" for layer in range(2)]:
+        parts = {p: torch.stack([tensors.pop(f"{at}.{e}.{p}_proj.weight") for e in range(8)]) for p in LEAVES}
+        tensors[f"{at}.gate_up_proj"] = torch.cat([parts["gate"], parts["up"]], 1)
+        tensors[f"{at}.down_proj"] = parts["down"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
 
 
 def config(model, out, **options):
@@ -50,11 +71,28 @@ def test_moments_of_calibrate_give_the_same_codes_each_time(tiny_llama, data, tm
         assert torch.equal(a.get(name).view(torch.uint8), c.get(name).view(torch.uint8)), name
 
 
-def test_experts_without_moments_are_rounded_to_nearest_and_say_so(tiny_moe, data, tmp_path):
-    report = quantize_checkpoint(config(tiny_moe, tmp_path / "out", data=str(data)))
-    experts = [m for m in report.fallbacks if ".experts." in m.module]
-    assert experts and all("rounded to nearest" in m.reason for m in experts)
-    assert all(".experts." in m.module for m in report.fallbacks)
+@pytest.mark.parametrize("stacked", [False, True], ids=["one tensor per expert", "stacked on disk"])
+def test_experts_are_rounded_by_their_own_tokens(tiny_moe, stacked_moe, data, tmp_path, stacked):
+    """Those with many tokens with compensation, those with few to nearest, with the reason; loading does the same."""
+    source = stacked_moe if stacked else tiny_moe
+    moments = moments_of(source, str(data), tmp_path / "m", samples=1, context=64, weighting="fisher")
+    few = moments.index.few
+    assert few and all(".experts." in name for name in few), "the text reaches some experts only"
+    report = quantize_checkpoint(config(source, tmp_path / "out", moments=tmp_path / "m"))
+    fallbacks = {m.module: m.reason for m in report.fallbacks}
+    compensated = {m.module for m in report.modules if "compensated" in m.rule and ".experts." in m.module}
+    assert compensated and set(fallbacks) == {name for name in few if "gate_up" not in name}
+    assert all("calibration tokens reached it" in reason and "nearest" in reason for reason in fallbacks.values())
+    out, loaded = (
+        Checkpoint.open(tmp_path / "out"),
+        octavo.load(source, "channel", device="cpu", rounding="compensated", moments=moments),
+    )
+    for layer in range(2):
+        experts = loaded.get_submodule(f"model.layers.{layer}.mlp.experts")
+        for expert in range(8):
+            for leaf, q in experts.scaled(expert).items():
+                stored = read_scaled(out, f"model.layers.{layer}.mlp.experts.{expert}.{leaf}")
+                assert torch.equal(q.codes, stored.codes), (layer, expert, leaf)
 
 
 @pytest.mark.parametrize(
