@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,7 +20,12 @@ from octavo.cli.common import (
     flags,
     option,
 )
-from octavo.cli.render import pairs
+from octavo.cli.render import pairs, table
+
+if TYPE_CHECKING:
+    from octavo.workflows.evaluate import EvaluateReport
+
+SHOWN = 10
 
 
 def evaluate(
@@ -41,6 +46,14 @@ def evaluate(
     samples: Annotated[int | None, option("Windows of that text.", 128)] = None,
     activation: Annotated[str | None, option("By default what the folder says.", None, ACTIVATIONS)] = None,
     scales: Annotated[Path | None, option("scales.json of calibrate, for static activations.", None, "FILE")] = None,
+    kv_cache: Annotated[str | None, option("Of MODEL; fp8: and is it safe?", "16bit", "16bit|fp8")] = None,
+    kv_scale: Annotated[str | None, option("By default the folder's.", None, "one|calibrated|token-head")] = None,
+    kv_query: Annotated[str | None, option("By default as vLLM rounds it.", None, "16bit|fp8")] = None,
+    kv_limit: Annotated[float | None, option("The most KL that it may cost.", 0.01)] = None,
+    attribution: Annotated[
+        bool | None, option("What every layer costs alone.", False, None, "--attribution/--no-attribution")
+    ] = None,
+    attribution_tokens: Annotated[int | None, option("Tokens for that.", 1024)] = None,
     device: Device = None,
     dtype: Annotated[str | None, option("Arithmetic.", "float32", DTYPES)] = None,
     out: Annotated[Path | None, option("Also write the report here.", None, "FILE")] = None,
@@ -52,4 +65,18 @@ def evaluate(
     from octavo.workflows.evaluate import evaluate as workflow
 
     report = workflow(EvaluateConfig.load(config, flags(ctx)))
-    return Result(report, [pairs(dict(report.table())), report.verdict])
+    return Result(report, _lines(report))
+
+
+def _lines(report: EvaluateReport) -> list[object]:
+    lines: list[object] = [pairs(dict(report.table())), report.verdict]
+    if report.attribution:
+        rows = [(part.name, part.kl, part.greedy_changed) for part in report.attribution[:SHOWN]]
+        lines.append(table(("alone in FP8", "KL", "other first token"), rows))
+    if kv := report.kv_cache:
+        layers = sorted((layer for layer in kv.layers if layer.kl is not None), key=lambda layer: -(layer.kl or 0))
+        shown = [(layer.name, layer.kl, layer.greedy_changed, layer.sensitive) for layer in layers[:SHOWN]]
+        if shown:
+            lines.append(table(("KV cache of", "KL", "other first token", "sensitive"), shown))
+        lines.append(f"FP8 KV cache, scale {kv.scale}, queries {kv.query}: {kv.verdict}. {kv.reason}.")
+    return lines

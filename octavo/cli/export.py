@@ -28,6 +28,7 @@ def export(
     scheme: Annotated[str | None, option("By default the run's.", None, SCHEMES)] = None,
     scale_format: Annotated[str | None, option("By default the run's.", None, "fp32|po2")] = None,
     activation: Annotated[str | None, option("When served. By default as trained.", None, ACTIVATIONS)] = None,
+    kv_cache: Annotated[str | None, option("fp8: store the run's KV scales.", "16bit", "16bit|fp8")] = None,
     rounding: Annotated[
         str | None, option("By default compensated where moments or data are given.", None, "nearest|compensated")
     ] = None,

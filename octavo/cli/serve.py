@@ -10,7 +10,7 @@ import typer
 
 from octavo.cli.common import AsJson, ConfigFile, Result, flags, option
 
-KV_CACHE = "auto|bfloat16|fp8|fp8_e4m3|fp8_e5m2"
+KV_CACHE = "auto|bfloat16|fp8|fp8_e4m3|fp8_e5m2|fp8_per_token_head"
 
 
 def serve(
@@ -23,6 +23,7 @@ def serve(
     tp: Annotated[int | None, option("GPUs that share the model. By default as few as hold it.")] = None,
     max_model_len: Annotated[int | None, option("Tokens. By default the model's own, or what fits.")] = None,
     kv_cache_dtype: Annotated[str | None, option("KV cache; auto: 16 bit.", "auto", KV_CACHE)] = None,
+    kv_report: Annotated[Path | None, option("FP8 if this report of eval calls it safe.", None, "FILE")] = None,
     host: Annotated[str | None, option("Address to listen on.")] = None,
     port: Annotated[int | None, option("Port to listen on.")] = None,
     vllm: Annotated[str | None, option("The vllm executable.", "vllm", "FILE")] = None,

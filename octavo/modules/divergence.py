@@ -73,7 +73,8 @@ class Divergence:
 
     rise: of the perplexity, percent: 100 (exp(mean paired difference of nll) - 1). kl: KL(reference || candidate),
     nats per token. kl_p99: its 99th percentile over tokens. top1: share of positions where both models put the same
-    token first. within_noise: the 95 % interval of the paired difference holds zero.
+    token first. lost, gained: share of tokens that only the reference, or only the candidate, puts first rightly.
+    within_noise: the 95 % interval of the paired difference holds zero.
     """
 
     reference: Perplexity
@@ -82,6 +83,8 @@ class Divergence:
     kl: Estimate
     kl_p99: float
     top1: Estimate
+    lost: Estimate
+    gained: Estimate
     within_noise: bool
 
 
@@ -104,6 +107,7 @@ class PairedScore:
         self.candidate_nll: list[float] = []
         self.kl: list[torch.Tensor] = []
         self.same: list[torch.Tensor] = []
+        self.flips: list[tuple[float, float]] = []
 
     def add(self, reference: torch.Tensor, candidate: torch.Tensor, tokens: torch.Tensor) -> None:
         """One window: logits [T, V] of each model, any float dtype, and its tokens, int64 [T]."""
@@ -112,18 +116,22 @@ class PairedScore:
             raise MismatchError("the two models do not share a vocabulary", got=got, need="equal shapes")
         for logits, who in ((reference, "the reference"), (candidate, "the candidate")):
             _check(logits, tokens, who)
-        kl, same, nll = [], [], torch.zeros(2, dtype=torch.float64)
+        kl, same, nll, lost, gained = [], [], torch.zeros(2, dtype=torch.float64), 0, 0
         for start in range(0, len(tokens), ROWS):
             rows, following = slice(start, start + ROWS), tokens[start + 1 : start + ROWS + 1, None]
             logp, logq = (torch.log_softmax(logits[rows].float(), -1) for logits in (reference, candidate))
             kl.append(_kl(logp, logq).cpu())
-            same.append((logp.argmax(-1) == logq.argmax(-1)).cpu())
+            first, second = logp.argmax(-1), logq.argmax(-1)
+            same.append((first == second).cpu())
+            right, still = (x[: len(following), None] == following for x in (first, second))
+            lost, gained = lost + int((right & ~still).sum()), gained + int((~right & still).sum())
             for i, x in enumerate((logp, logq)):
                 nll[i] -= x[: len(following)].gather(1, following).double().sum().cpu()
         self.reference_nll.append(_mean_nll(float(nll[0]), tokens, "the reference"))
         self.candidate_nll.append(_mean_nll(float(nll[1]), tokens, "the candidate"))
         self.kl.append(torch.cat(kl))
         self.same.append(torch.cat(same))
+        self.flips.append((lost / (len(tokens) - 1), gained / (len(tokens) - 1)))
 
     def result(self) -> Divergence:
         """DataError if no window was added."""
@@ -138,6 +146,8 @@ class PairedScore:
             kl=Estimate.of([float(kl.double().mean()) for kl in self.kl]),
             kl_p99=float(torch.quantile(torch.cat(self.kl), 0.99)) if self.kl else math.nan,
             top1=Estimate.of([float(same.double().mean()) for same in self.same]),
+            lost=Estimate.of([lost for lost, _ in self.flips]),
+            gained=Estimate.of([gained for _, gained in self.flips]),
             within_noise=abs(difference.mean) <= width,
         )
 

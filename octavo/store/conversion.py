@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,12 +17,13 @@ from typing import Any
 import torch
 
 import octavo
-from octavo.base.errors import ConfigError
+from octavo.base.errors import ConfigError, did_you_mean
 from octavo.base.log import Advance
 from octavo.base.report import atomic_write
 from octavo.formats.granularity import PerTensor
 from octavo.formats.recipe import Recipe
 from octavo.store.folder import OutputFolder, check_apart, check_output, check_space, copy_side_files
+from octavo.store.kv_scales import KV_CACHE_SCHEME, KV_CACHES, kv_tensors
 from octavo.store.manifest import MANIFEST, Manifest, fingerprint, plain_recipe
 from octavo.store.moments import Moments
 from octavo.store.pieces import Piece
@@ -81,6 +82,7 @@ def convert_checkpoint(
     examine: Examine = lambda plan, quantization: None,
     observe: Observe | None = None,
     scales: Scales | None = None,
+    kv_cache: str = "16bit",
     calibrated: Moments | None = None,
     slice_values: int = SLICE,
     dequantize: bool = False,
@@ -99,7 +101,8 @@ def convert_checkpoint(
     the same object where it changes nothing. edit_id: names edit and calibration; without it nothing is resumed.
     examine(plan, quantization_config): called before anything is written; what it raises ends the conversion.
     observe(module, first row, slice before, slice after): sees every quantized slice, one at a time.
-    scales: for static activations. dequantize: take FP8 input, too. compat: `llmcompressor`, for comparisons.
+    scales: for static activations, and for kv_cache `fp8`, which stores and declares those of keys and values.
+    dequantize: take FP8 input, too. compat: `llmcompressor`, for comparisons.
     advance: called with bytes of the source that are done, out of `source.nbytes`.
 
     All or nothing, also under kill -9; an identical call resumes. InputError and its kind say what is wrong.
@@ -110,18 +113,21 @@ def convert_checkpoint(
     plan = make_plan(
         source, recipe, layout, dequantize=dequantize, scales=scales, calibrated=calibrated, scale_dtype=scale_dtype
     )
+    kv = _kv_tensors(kv_cache, scales, source, plan)
     quantization = plan.quantization_config(recipe)
+    quantization |= {"kv_cache_scheme": KV_CACHE_SCHEME} if kv and layout == "ct" else {}
     examine(plan, quantization)
     source_print = fingerprint(source)
     once = (edit is not None or calibrated is not None) and edit_id is None
-    job = None if once else _job(source_print, plan, recipe, (edit_id, compat, max_shard_size))
+    settings = (edit_id, compat, max_shard_size, {name: float(scale) for name, scale in kv.items()})
+    job = None if once else _job(source_print, plan, recipe, settings)
     with OutputFolder(out, job) as folder:
         writer = ShardWriter(folder.path, plan.entries, max_shard_size=max_shard_size)
         check_space(folder.path, writer.missing_size)
         work = SliceWork(source, plan, writer, quantize, own_scales=compat is not None, observe=observe)
-        resumed = _run(work, edit, workers or default_workers(), advance, slice_values)
+        resumed = _run(work, edit, workers or default_workers(), advance, slice_values, kv)
         writer.finish()
-        options = {"layout": layout, "compat": compat, "edited": edit is not None}
+        options = {"layout": layout, "compat": compat, "edited": edit is not None, "kv_cache": kv_cache}
         left_out = finish_folder(folder, source, quantization, made_by, recipe, source_print, options)
     return summarize(source, out, writer, plan.outcomes, quantization, started, resumed=resumed, left_out=left_out)
 
@@ -180,8 +186,35 @@ def write_config(config: dict[str, Any], folder: Path, quantization: dict[str, A
     atomic_write(folder / "config.json", json.dumps(kept, indent=2, ensure_ascii=False).encode() + b"\n")
 
 
-def _run(work: SliceWork, edit: Edit | None, workers: int, advance: Advance, values: int) -> list[str]:
-    """Both passes: amax of what has one scale per tensor, then everything into its shard."""
+def _kv_tensors(kv_cache: str, scales: Scales | None, source: Checkpoint, plan: Plan) -> dict[str, torch.Tensor]:
+    """Scales of an FP8 KV cache, which take the place of those that the source may hold; none for a 16-bit cache."""
+    if kv_cache not in KV_CACHES:
+        raise ConfigError(f"KV cache '{kv_cache}' is unknown", fix=did_you_mean(kv_cache, KV_CACHES))
+    if kv_cache == "16bit":
+        return {}
+    if scales is None:
+        fix = "Run octavo calibrate and give its scales.json."
+        raise ConfigError("FP8 KV cache", got="no scales.json", need="calibrated scales of keys and values", fix=fix)
+    found = kv_tensors(scales, source, plan.layout)
+    plan.pieces = [piece for piece in plan.pieces if piece.name not in found]
+    plan.entries.update({name: (scale.dtype, tuple(scale.shape)) for name, scale in found.items()})
+    return found
+
+
+def _put(writer: ShardWriter, name: str, tensor: torch.Tensor) -> int:
+    writer.put(name, tensor)
+    return 0
+
+
+def _run(
+    work: SliceWork,
+    edit: Edit | None,
+    workers: int,
+    advance: Advance,
+    values: int,
+    ready: Mapping[str, torch.Tensor],
+) -> list[str]:
+    """Both passes: amax of what has one scale per tensor, then everything into its shard, with what is ready."""
     pieces = work.plan.pieces
     undone = {file for file in work.writer.shards if not work.writer.done(file)}
     needed = {
@@ -197,8 +230,13 @@ def _run(work: SliceWork, edit: Edit | None, workers: int, advance: Advance, val
     by_file: dict[str, list[Piece]] = {}
     for piece in pieces:
         by_file.setdefault(work.writer.shard_of[piece.name], []).append(piece)
-    convert = work.convert
-    return write_shards(work.writer, lambda file: _tasks(work, by_file[file], edit, convert, values), workers, advance)
+    writer = work.writer
+
+    def tasks_of(file: str) -> Iterator[Task]:
+        yield from _tasks(work, by_file.get(file, ()), edit, work.convert, values)
+        yield from (partial(_put, writer, name, x) for name, x in ready.items() if writer.shard_of[name] == file)
+
+    return write_shards(writer, tasks_of, workers, advance)
 
 
 def _is_shared(work: SliceWork, piece: Piece) -> bool:

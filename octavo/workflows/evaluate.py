@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,13 +18,15 @@ import torch
 from torch import nn
 
 from octavo.base.errors import ConfigError, MismatchError, require_type
-from octavo.base.log import progress
 from octavo.base.report import Config, Report
 from octavo.formats.recipe import Recipe
 from octavo.integrations import measuring
 from octavo.integrations.data import load_data, token_windows
+from octavo.integrations.kv_check import KVCheck, check_kv_cache
 from octavo.integrations.moments import moments_for
-from octavo.modules.divergence import Divergence, PairedScore
+from octavo.integrations.scoring import attribution, score, spread
+from octavo.modules.divergence import Divergence
+from octavo.store.kv_report import KVCacheReport, KVScale
 from octavo.store.moments import Moments
 
 
@@ -36,6 +39,10 @@ class EvaluateConfig(Config):
     of which `samples` windows are taken.
     activation: what `model` does to its activations: none, static (needs scales), token, group128; by default what its
     folder says, and none for 16-bit weights quantized here. `against` runs as it is stored.
+    kv_cache: `fp8` rounds keys and values of `model` as an engine's cache does, and judges whether that is safe:
+    kv_limit is the most KL divergence, nats per token, that it may cost. kv_scale, kv_query: see KVCheck.
+    attribution: what every layer and kind of linear of an FP8 `model` costs alone, in `against`.
+    attribution_tokens: for that, and for the layers of the KV cache; 0 leaves them out.
     """
 
     model: str
@@ -52,17 +59,43 @@ class EvaluateConfig(Config):
     samples: int = pydantic.Field(128, ge=1)
     activation: Literal["none", "static", "token", "group128"] | None = None
     scales: Path | None = None
+    kv_cache: Literal["16bit", "fp8"] = "16bit"
+    kv_scale: KVScale | None = None
+    kv_query: Literal["16bit", "fp8"] | None = None
+    kv_limit: float = pydantic.Field(0.01, gt=0, le=100)
+    attribution: bool = False
+    attribution_tokens: int = pydantic.Field(1024, ge=0)
     device: str | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
     out: Path | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _settings_go_together(self) -> EvaluateConfig:
+        if self.attribution and self.against is None:
+            raise ConfigError("attribution", got="no reference", fix="Name the 16-bit model with --against.")
+        for name in ("kv_scale", "kv_query"):
+            if getattr(self, name) is not None and self.kv_cache == "16bit":
+                raise ConfigError(name, got="a 16-bit KV cache", fix="Add --kv-cache fp8.")
+        return self
+
+
+class Part(Report):
+    """A layer or a kind of linear, alone in FP8. kl: nats per token. greedy_changed: share of other first tokens."""
+
+    name: str
+    kl: float
+    kl_se: float | None
+    greedy_changed: float
 
 
 class EvaluateReport(Report):
     """perplexity, perplexity_se: of `model`; every `_se` is a standard error over windows.
 
-    Against a reference, paired on the same tokens, else None: rise_percent of the perplexity, kl in nats per token and
-    its 99th percentile kl_p99, top1: share of positions where both put the same token first, within_noise: the 95 %
-    interval of the paired difference holds zero. verdict: the same in a sentence.
+    Against a reference (`against`, or the same model with a 16-bit KV cache), paired on the same tokens, else None:
+    rise_percent of the perplexity, kl in nats per token and its 99th percentile kl_p99, top1: share of positions where
+    both put the same token first, lost and gained: share of tokens that only the reference or only the model puts first
+    rightly, within_noise: the 95 % interval of the paired difference holds zero. verdict: the same in a sentence.
+    attribution: what each part costs alone, most first. kv_cache: what octavo serve reads.
     """
 
     model: str
@@ -85,20 +118,28 @@ class EvaluateReport(Report):
     kl_p99: float | None = None
     top1: float | None = None
     top1_se: float | None = None
+    lost: float | None = None
+    lost_se: float | None = None
+    gained: float | None = None
+    gained_se: float | None = None
     within_noise: bool | None = None
     verdict: str
+    attribution: list[Part] = pydantic.Field(default_factory=list)
+    kv_cache: KVCacheReport | None = None
     seconds: float
 
     def table(self) -> list[tuple[str, str]]:
         """(label, value with its standard error) of every figure there is: what the command prints."""
         rows = [("perplexity", _figure(self.perplexity, self.perplexity_se, 3))]
-        if self.against is not None:
+        if self.kl is not None:
             rows += [
                 ("reference perplexity", _figure(self.reference_perplexity, self.reference_perplexity_se, 3)),
                 ("rise", _figure(self.rise_percent, self.rise_percent_se, 2, " %")),
                 ("KL to reference, mean", _figure(self.kl, self.kl_se, 5)),
                 ("KL to reference, 99th percentile", _figure(self.kl_p99, None, 4)),
                 ("same first token", _figure(self.top1, self.top1_se, 4)),
+                ("right before, wrong now", _figure(self.lost, self.lost_se, 4)),
+                ("wrong before, right now", _figure(self.gained, self.gained_se, 4)),
             ]
         return [*rows, ("tokens", f"{self.tokens:,} in {self.windows} windows of {self.context}")]
 
@@ -113,13 +154,12 @@ def evaluate(config: EvaluateConfig) -> EvaluateReport:
     started = time.monotonic()
     device, dtype = config.device, measuring.compute_dtype(config.dtype, config.device)
     data = load_data(config.data, config.split, limit=config.tokens)
-    recipe = recipe_of(config)
     with moments_of(config) as moments:
         opened = measuring.open_model(
             config.model,
-            recipe=recipe,
+            recipe=recipe_of(config),
             activation=config.activation,
-            scales=config.scales,
+            scales=config.scales if config.activation == "static" or config.kv_cache == "16bit" else None,
             moments=moments,
             device=device,
             dtype=dtype,
@@ -127,28 +167,54 @@ def evaluate(config: EvaluateConfig) -> EvaluateReport:
     context = min(config.context, config.tokens)
     texts, count = data.texts(opened.tokenizer), config.tokens // context
     windows = token_windows(opened.tokenizer, texts, context, count)
-    if config.against is None:
-        figures = alone(opened.model, windows)
-    else:
-        reference = measuring.open_model(config.against, device=device, dtype=dtype)
-        theirs = token_windows(reference.tokenizer, texts, context, count)
-        if not torch.equal(windows, theirs):
-            what = f"{config.model} and {config.against} cut the same text into different tokens"
-            raise MismatchError(what, fix="Compare models that share a tokenizer.")
-        figures = paired(reference.model, opened.model, windows)
+    reference = measuring.open_model(config.against, device=device, dtype=dtype) if config.against else None
+    if reference and not torch.equal(windows, token_windows(reference.tokenizer, texts, context, count)):
+        what = f"{config.model} and {config.against} cut the same text into different tokens"
+        raise MismatchError(what, fix="Compare models that share a tokenizer.")
     report = EvaluateReport(
         activation=config.activation,
         data_fingerprint=data.fingerprint,
         tokens=windows.numel(),
         windows=len(windows),
         context=windows.shape[1],
-        seconds=time.monotonic() - started,
         **config.model_dump(include={"model", "against", "scheme", "data"}),
-        **figures,
+        **measure(config, opened, reference, windows),
+        seconds=time.monotonic() - started,
     )
     if config.out:
         report.write(config.out)
     return report
+
+
+def measure(
+    config: EvaluateConfig, opened: measuring.Opened, reference: measuring.Opened | None, windows: torch.Tensor
+) -> dict[str, Any]:
+    """The fields of the report that come from tokens, int64 [n, T]."""
+    candidate = partial(measuring.logits, opened.model)
+    kv, against_16bit = None, None
+    if config.kv_cache == "fp8":
+        check = KVCheck(
+            opened, config.kv_scale, config.kv_query, config.scales if config.activation != "static" else None
+        )
+        bound = config.scheme == "stored" and not measuring.is_run(config.model)
+        kv, against_16bit = check_kv_cache(check, windows, config.kv_limit, config.attribution_tokens, bound=bound)
+        candidate = partial(check.logits, writer=check.writer())
+    if reference is not None:
+        theirs = partial(measuring.logits, reference.model)
+        figures = difference(score(theirs, {"": candidate}, windows, "Evaluating both")[""], len(windows))
+    elif against_16bit is not None:
+        figures = difference(against_16bit, len(windows))
+    else:
+        figures = alone(opened.model, windows)
+    if reference is not None and config.attribution:
+        some = spread(windows, config.attribution_tokens or windows.shape[1])
+        parts = attribution(reference.model, opened.model, some).items()
+        figures["attribution"] = sorted((_part(name, found) for name, found in parts), key=lambda part: -part.kl)
+    return {**figures, "kv_cache": kv}
+
+
+def _part(name: str, found: Divergence) -> Part:
+    return Part(name=name, kl=found.kl.mean, kl_se=_known(found.kl.se), greedy_changed=1 - found.top1.mean)
 
 
 def moments_of(config: EvaluateConfig) -> AbstractContextManager[Moments | None]:
@@ -180,16 +246,8 @@ def alone(model: nn.Module, windows: torch.Tensor) -> dict[str, Any]:
     return {"perplexity": result.value, "perplexity_se": _known(result.se), "verdict": text}
 
 
-def paired(reference: nn.Module, model: nn.Module, windows: torch.Tensor) -> dict[str, Any]:
-    """Both models on the same windows, int64 [n, T]: the fields of the report."""
-    score = PairedScore()
-    with progress("Evaluating both", len(windows)) as advance:
-        for window in windows:
-            theirs = measuring.logits(reference, window)
-            ours = measuring.logits(model, window).to(theirs.device)
-            score.add(theirs, ours, window.to(theirs.device))
-            advance(1)
-    result = score.result()
+def difference(result: Divergence, windows: int) -> dict[str, Any]:
+    """A paired comparison over so many windows, as fields of the report."""
     return {
         "perplexity": result.candidate.value,
         "perplexity_se": _known(result.candidate.se),
@@ -202,8 +260,12 @@ def paired(reference: nn.Module, model: nn.Module, windows: torch.Tensor) -> dic
         "kl_p99": result.kl_p99,
         "top1": result.top1.mean,
         "top1_se": _known(result.top1.se),
+        "lost": result.lost.mean,
+        "lost_se": _known(result.lost.se),
+        "gained": result.gained.mean,
+        "gained_se": _known(result.gained.se),
         "within_noise": result.within_noise,
-        "verdict": verdict(result, len(windows)),
+        "verdict": verdict(result, windows),
     }
 
 

@@ -49,7 +49,8 @@ class ExportConfig(Config):
     (`samples` of `context` tokens, `weighting` as in calibrate, run on `device`). With either, survival is measured on
     outputs, and the merged weights are rounded with compensation unless rounding is `nearest`.
     scheme, scale_format: default those of the run. activation: what the served linears do to their inputs; default what
-    the run trained with, or for `none` the scheme's own.
+    the run trained with, or for `none` the scheme's own. kv_cache: `fp8` stores and declares the scales of keys and
+    values that the run's scales.json holds, measured on the base model.
     """
 
     run: Path
@@ -59,6 +60,7 @@ class ExportConfig(Config):
     scheme: str | None = None
     scale_format: str | None = None
     activation: str | None = None
+    kv_cache: Literal["16bit", "fp8"] = "16bit"
     rounding: Literal["nearest", "compensated"] | None = None
     moments: Path | None = None
     data: str | None = None
@@ -123,7 +125,8 @@ def export(config: ExportConfig) -> ExportReport:
             fix="Use --merge none to serve the adapter beside it, or --merge dequantized and look at what is kept.",
         )
     recipe = _recipe(config, settings, policy)
-    scales = Scales.load(run.scales, model=source) if recipe.activation == "static" else None
+    needs_scales = recipe.activation == "static" or config.kv_cache == "fp8"
+    scales = Scales.load(run.scales, model=source) if needs_scales else None
     pairs = {} if config.merge == "none" else adapter.match(source.shapes())
     check_output(config.out, config.out)
     work = config.out.parent / f".{config.out.name}.octavo-export"
@@ -168,8 +171,12 @@ def _recipe(config: ExportConfig, settings: dict[str, object], policy: dict[str,
     keep = tuple(name for name, entry in policy.items() if entry["precision"] == "16bit")
     scale_format = str(config.scale_format or settings["scale_format"])
     recipe = Recipe.named(scheme, activation=served, skip=keep, scale_format=scale_format, rounding=rounding)
-    if recipe.activation == "static" and not RunFolder(config.run).scales.is_file():
-        raise ConfigError("activation 'static'", got="a run without scales.json", need="calibrated scales")
+    for what, needed in (
+        ("activation 'static'", recipe.activation == "static"),
+        ("kv_cache 'fp8'", config.kv_cache == "fp8"),
+    ):
+        if needed and not RunFolder(config.run).scales.is_file():
+            raise ConfigError(what, got="a run without scales.json", need="calibrated scales")
     return recipe
 
 
@@ -195,6 +202,7 @@ def _convert(
             edit=merge.edit if merge.pairs else None,
             observe=merge.observe if merge.pairs else None,
             scales=scales,
+            kv_cache=config.kv_cache,
             dequantize=is_fp8,
             max_shard_size=config.max_shard_size,
             made_by=f"octavo export --merge {config.merge}",

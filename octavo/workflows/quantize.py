@@ -37,7 +37,7 @@ class QuantizeConfig(Config):
     source of text to calibrate on (`samples` of `context` tokens, `weighting` as in calibrate, run on `device`).
     method: absmax, or mse, which searches the scale. activation: none, static, token or group128; the scheme's own when
     empty. skip: patterns of modules to keep in 16 bit: a full name, a glob, or `re:` and a regular expression.
-    scales: scales.json, for static activations.
+    scales: scales.json, for static activations. kv_cache: `fp8` stores and declares its scales of keys and values.
     max_shard_size: of the output's files, such as 5GB. fp8_input: what to do with a model that is FP8 already: refuse,
     dequantize (and quantize anew), or relayout (rename only; scheme and the like are then the model's own).
     compat: `llmcompressor` reproduces that tool's bytes, for comparisons.
@@ -53,6 +53,7 @@ class QuantizeConfig(Config):
     activation: str | None = None
     skip: tuple[str, ...] = ()
     scales: Path | None = None
+    kv_cache: Literal["16bit", "fp8"] = "16bit"
     moments: Path | None = None
     data: str | None = None
     samples: int = pydantic.Field(128, ge=1)
@@ -121,6 +122,8 @@ def quantize_checkpoint(config: QuantizeConfig) -> QuantizeReport:
     """
     require_type("quantize_checkpoint: config", config, QuantizeConfig)
     recipe = config.recipe()
+    if config.kv_cache == "fp8" and config.fp8_input == "relayout":
+        raise ConfigError("kv_cache 'fp8' with fp8_input 'relayout'", got="a change of names only", need="dequantize")
     size = parse_size(config.max_shard_size)
     source = Checkpoint.open(resolve_model(config.model))
     scales = Scales.load(config.scales, model=source) if config.scales else None
@@ -137,6 +140,7 @@ def quantize_checkpoint(config: QuantizeConfig) -> QuantizeReport:
                     layout=config.layout,
                     quantize=solve or round_nearest,
                     scales=scales,
+                    kv_cache=config.kv_cache,
                     calibrated=moments,
                     slice_values=COMPENSATED_SLICE if solve else SLICE,
                     dequantize=config.fp8_input == "dequantize",

@@ -24,6 +24,7 @@ from octavo.formats.architectures import ROW_PARALLEL
 from octavo.formats.granularity import PerBlock
 from octavo.formats.scale import is_power_of_two
 from octavo.store.adapter import Adapter
+from octavo.store.kv_report import KVCacheReport
 from octavo.store.schema import StoredScheme, parse_quantization_config, stored_scale_name
 from octavo.store.tensors import Checkpoint
 
@@ -36,14 +37,16 @@ SAMPLED_SCALES = 8
 class ServeConfig(Config):
     """folder: an exported checkpoint. gpu: by name or as sm90; empty: this machine's. tp: GPUs that share the model;
     None: as few as hold it. max_model_len: tokens; None: the model's own, or what fits. vllm: the executable.
-    extra: more arguments for vLLM, passed on as they are.
+    kv_cache_dtype: `auto` is 16 bit, unless `kv_report` (of octavo eval --kv-cache fp8 --out) calls FP8 safe for this
+    very folder. extra: more arguments for vLLM, passed on as they are.
     """
 
     folder: Path
     gpu: str = ""
     tp: int | None = Field(default=None, ge=1)
     max_model_len: int | None = Field(default=None, ge=1)
-    kv_cache_dtype: Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
+    kv_cache_dtype: Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head"] = "auto"
+    kv_report: Path | None = None
     host: str | None = None
     port: int | None = Field(default=None, ge=1, le=65535)
     vllm: str = "vllm"
@@ -133,9 +136,8 @@ def _base_folder(folder: Path) -> Path:
 
 def _dtype(plan: _Plan) -> None:
     stored = plan.checkpoint.config.get("dtype", plan.checkpoint.config.get("torch_dtype"))
-    dtype = "bfloat16"
-    if plan.caps.is_cuda and plan.caps.sm < (8, 0):
-        dtype = "float16"
+    dtype = _sixteen_bit(plan)
+    if dtype == "float16":
         plan.notes.append(f"{plan.caps.tag} has no bfloat16: float16, whose range overflows in some models.")
     elif stored == "float16":
         plan.notes.append("The checkpoint says float16; FP8 block kernels write bfloat16 only, so bfloat16 is set.")
@@ -197,22 +199,54 @@ def _context(plan: _Plan, tp: int) -> int:
 
 
 def _kv_cache(plan: _Plan) -> None:
-    dtype, scales = plan.config.kv_cache_dtype, any(n.endswith("k_scale") for n in plan.checkpoint.names())
-    if dtype == "auto" and plan.scheme.kv_cache and not scales:
-        dtype = "bfloat16"
-        plan.notes.append("The checkpoint declares an FP8 KV cache and holds no scales for it: it stays in 16 bit.")
+    dtype: str = plan.config.kv_cache_dtype
+    scales, keep = any(n.endswith("k_scale") for n in plan.checkpoint.names()), list[int]()
+    if plan.config.kv_report is not None and dtype != "auto":
+        got = f"kv_cache_dtype '{dtype}' and a report to choose it by"
+        raise ConfigError("kv_report", got=got, fix="Leave one of them out.")
+    if plan.config.kv_report is not None:
+        report = KVCacheReport.load(plan.config.kv_report, plan.checkpoint)
+        refusal = _why_16_bit(plan.caps, report, scales)
+        plan.notes.append(f"KV cache in {'16 bit' if refusal else 'FP8'}: {refusal or report.reason}.")
+        fp8 = "fp8_per_token_head" if report.scale == "token-head" else "fp8"
+        dtype, keep = (_sixteen_bit(plan), []) if refusal else (fp8, report.keep_layers)
     elif dtype == "auto" and plan.scheme.kv_cache:
-        plan.notes.append("FP8 KV cache: the checkpoint declares it and holds its scales.")
+        dtype = _sixteen_bit(plan)
+        plan.notes.append(
+            f"KV cache in 16 bit: the checkpoint declares FP8{'' if scales else ' without scales'}, no report calls it "
+            f"safe. Make one: octavo eval {plan.config.folder} --kv-cache fp8 --out kv.json, then give --kv-report."
+        )
     elif dtype == "fp8_e5m2" and plan.scheme.layout != "none":
         raise RefusedError("fp8_e5m2 KV cache is not supported with FP8 checkpoints", fix="Use auto, or fp8_e4m3.")
-    elif dtype in ("fp8", "fp8_e4m3"):
+    elif dtype.startswith("fp8"):
         if plan.caps.is_cuda and not plan.caps.native_fp8:
             raise UnsupportedError(f"FP8 E4M3 KV cache on {plan.caps}", need="sm89 or later", fix="Use auto: 16 bit.")
-        if not scales:
+        if not scales and dtype != "fp8_per_token_head":
             plan.notes.append(
                 "FP8 KV cache without scales in the checkpoint: scale 1.0. Compare with octavo eval first."
             )
     plan.flags += ["--kv-cache-dtype", dtype]
+    if keep:
+        plan.flags += ["--kv-cache-dtype-skip-layers", *map(str, keep)]
+
+
+def _sixteen_bit(plan: _Plan) -> Literal["bfloat16", "float16"]:
+    return "float16" if plan.caps.is_cuda and plan.caps.sm < (8, 0) else "bfloat16"
+
+
+def _why_16_bit(caps: HardwareCaps, report: KVCacheReport, scales: bool) -> str:
+    """Why a report does not allow an FP8 cache here; empty if it does."""
+    if report.verdict == "not-safe":
+        return report.reason
+    if caps.is_cuda and not caps.native_fp8:
+        return f"{caps.tag} has no FP8 units"
+    if report.scale == "token-head" and not caps.is_cuda:
+        return "vLLM on a CPU has no scale per token and head"
+    if report.scale != "token-head" and scales != (report.scale == "calibrated"):
+        return "the report was measured with other scales than the checkpoint holds"
+    if report.scale != "token-head" and report.query == "16bit" and caps.is_cuda:
+        return "the report leaves queries in 16 bit, and kernels on this GPU round them"
+    return ""
 
 
 def _weights(plan: _Plan) -> None:

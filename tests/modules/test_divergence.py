@@ -112,3 +112,14 @@ def test_bad_input():
         window_nll(good[:1], tokens[:1])
     with pytest.raises(DataError, match="nothing was measured"):
         PairedScore().result()
+
+
+def test_flips_are_counted_both_ways():
+    """Of four predicted tokens the reference is right about 0, 1, 2 and the candidate about 1, 3."""
+    tokens = torch.tensor([5, 1, 2, 3, 4])
+    guess = {"reference": [1, 2, 3, 0, 0], "candidate": [0, 2, 0, 4, 0]}
+    score = PairedScore()
+    score.add(*(10 * torch.nn.functional.one_hot(torch.tensor(guess[k]), 6).float() for k in guess), tokens)
+    result = score.result()
+    assert (result.lost.mean, result.gained.mean) == (2 / 4, 1 / 4)
+    assert result.top1.mean == 2 / 5

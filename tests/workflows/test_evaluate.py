@@ -172,6 +172,27 @@ def test_broken_weights_are_an_error(tiny_llama, data, tmp_path):
         run(broken, data, against=str(tiny_llama))
 
 
+def test_attribution_finds_the_layer_that_changed(tiny_llama, data, tmp_path):
+    """Only layer 1 has other weights: it has all of the divergence, and every kind of linear its own share."""
+    other = tmp_path / "other"
+    shutil.copytree(tiny_llama, other)
+    tensors = safetensors.torch.load_file(other / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"] *= 3
+    safetensors.torch.save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    report = run(other, data, against=str(tiny_llama), scheme="channel", attribution=True, attribution_tokens=128)
+    kl = {part.name: part.kl for part in report.attribution}
+    assert set(kl) == {"layer 0", "layer 1"} | {f"*.{leaf}_proj" for leaf in ("q", "k", "v", "o", "gate", "up", "down")}
+    assert list(kl.values()) == sorted(kl.values(), reverse=True)
+    assert kl["layer 1"] > 5 * kl["layer 0"] and kl["*.up_proj"] > 5 * kl["*.down_proj"]
+    whole = run(tiny_llama, data, against=str(tiny_llama), scheme="channel", attribution=True, attribution_tokens=999)
+    alone = {part.name: part.kl for part in whole.attribution}
+    assert 0.5 < (alone["layer 0"] + alone["layer 1"]) / whole.kl < 2
+    with pytest.raises(ConfigError, match="attribution; got a model without FP8 linears"):
+        run(tiny_llama, data, against=str(tiny_llama), attribution=True)
+    with pytest.raises(ConfigError, match="attribution; got no reference"):
+        run(tiny_llama, data, attribution=True)
+
+
 def test_bad_input(tiny_llama, data, tmp_path):
     with pytest.raises(CheckpointError, match="does not exist"):
         run(tmp_path / "nothing", data)

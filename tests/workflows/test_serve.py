@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from octavo.base.errors import CheckpointError, ConfigError, RefusedError, UnsupportedError
+from octavo.base.errors import CheckpointError, ConfigError, MismatchError, RefusedError, UnsupportedError
 from octavo.base.hardware import HardwareCaps
+from octavo.store.manifest import fingerprint
 from octavo.workflows.serve import ServeConfig, serve
 
 LLAMA = {
@@ -96,18 +97,74 @@ def test_block_where_it_is_slower(checkpoint, gpu, word):
     assert any(word in note for note in planned(checkpoint(BLOCK, torch.ones(2, 2)), gpu=gpu).notes)
 
 
-def test_kv_cache_stays_16_bit_unless_the_checkpoint_holds_scales(checkpoint):
-    declared = {**CHANNEL, "kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False}}
-    report = planned(checkpoint(declared), gpu="h100")
+DECLARED = {**CHANNEL, "kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False}}
+SCALES = {"model.layers.0.self_attn.k_scale": torch.ones(1), "model.layers.0.self_attn.v_scale": torch.ones(1)}
+
+
+@pytest.mark.parametrize("scales", [{}, SCALES], ids=["without scales", "with scales"])
+def test_kv_cache_stays_16_bit_without_a_report(checkpoint, scales):
+    report = planned(checkpoint(DECLARED, tensors=scales), gpu="h100")
     assert report.command[-2:] == ["--kv-cache-dtype", "bfloat16"]
-    assert any("no scales" in note for note in report.notes)
+    assert any("no report calls it safe" in note for note in report.notes)
+    assert any("without scales" in note for note in report.notes) == (not scales)
 
 
-def test_kv_cache_follows_a_checkpoint_with_scales(checkpoint):
-    declared = {**CHANNEL, "kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False}}
-    scales = {"model.layers.0.self_attn.k_scale": torch.ones(1), "model.layers.0.self_attn.v_scale": torch.ones(1)}
-    report = planned(checkpoint(declared, tensors=scales), gpu="h100")
-    assert report.command[-2:] == ["--kv-cache-dtype", "auto"]
+def kv_report(folder, **changes):
+    """A report of eval on this folder, beside it."""
+    values = {"scale": "calibrated", "query": "fp8", "tokens": 2, "windows": 1, "rise_percent": 0.1, "kl": 0.001}
+    values |= {"rise_percent_se": None, "kl_se": None, "kl_p99": 0.01, "greedy_changed": 0, "greedy_changed_se": None}
+    values |= {"clipped": 0, "limit": 0.01, "verdict": "safe", "reason": "small enough", **changes}
+    path = folder.parent / "kv.json"
+    path.write_text(json.dumps({"kv_cache": {"model_fingerprint": fingerprint(folder), **values}}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("gpu", "stored", "changes", "flags"),
+    [
+        ("h100", SCALES, {}, ["fp8"]),
+        ("h100", {}, {"scale": "one"}, ["fp8"]),
+        ("h100", {}, {"scale": "token-head", "query": "16bit"}, ["fp8_per_token_head"]),
+        (
+            "h100",
+            SCALES,
+            {"verdict": "keep-layers", "keep_layers": [0, 3]},
+            ["fp8", "--kv-cache-dtype-skip-layers", "0", "3"],
+        ),
+        ("h100", SCALES, {"verdict": "not-safe", "reason": "KL 0.3"}, ["bfloat16"]),
+        ("h100", SCALES, {"scale": "one"}, ["bfloat16"]),
+        ("h100", {}, {"scale": "calibrated"}, ["bfloat16"]),
+        ("h100", SCALES, {"query": "16bit"}, ["bfloat16"]),
+        ("a100", SCALES, {}, ["bfloat16"]),
+        ("sm75", SCALES, {}, ["float16"]),
+        ("cpu", {}, {"scale": "token-head"}, ["bfloat16"]),
+        ("cpu", SCALES, {"query": "16bit"}, ["fp8"]),
+    ],
+)
+def test_kv_cache_as_the_report_allows(checkpoint, gpu, stored, changes, flags):
+    folder = checkpoint(DECLARED if stored else CHANNEL, tensors=stored)
+    report = planned(folder, gpu=gpu, kv_report=kv_report(folder, **changes))
+    start = report.command.index("--kv-cache-dtype")
+    assert report.command[start + 1 :] == flags
+    assert (
+        sum(note.startswith(f"KV cache in {'FP8' if 'fp8' in flags[0] else '16 bit'}:") for note in report.notes) == 1
+    )
+
+
+def test_kv_report_of_another_model(checkpoint, tmp_path):
+    folder = checkpoint(CHANNEL)
+    with pytest.raises(MismatchError, match="about another model"):
+        planned(folder, gpu="h100", kv_report=kv_report(folder, model_fingerprint="sha256:0"))
+    with pytest.raises(MismatchError, match="in no folder"):
+        planned(folder, gpu="h100", kv_report=kv_report(folder, model_fingerprint=None))
+    with pytest.raises(ConfigError, match="Leave one of them out"):
+        planned(folder, gpu="h100", kv_report=kv_report(folder), kv_cache_dtype="fp8")
+    for text in ("{}", "[1]", "nonsense", '{"kv_cache": null}', '{"kv_cache": {"kl": 1}}'):
+        (tmp_path / "kv.json").write_text(text)
+        with pytest.raises(ConfigError, match=r"is no report on a KV cache.*octavo eval"):
+            planned(folder, gpu="h100", kv_report=tmp_path / "kv.json")
+    with pytest.raises(ConfigError, match="is no report"):
+        planned(folder, gpu="h100", kv_report=tmp_path / "nothing.json")
 
 
 def test_kv_cache_that_cannot_be(checkpoint):
