@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from octavo.workflows.evaluate import evaluate as evaluate
     from octavo.workflows.export import export as export
     from octavo.workflows.finetune import finetune as finetune
+    from octavo.workflows.plan import plan as plan
     from octavo.workflows.verify import verify as verify
 
 _HOME = {
@@ -58,6 +59,7 @@ _HOME = {
     "evaluate": "octavo.workflows.evaluate",
     "export": "octavo.workflows.export",
     "finetune": "octavo.workflows.finetune",
+    "plan": "octavo.workflows.plan",
     "verify": "octavo.workflows.verify",
 }
 

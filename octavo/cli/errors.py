@@ -15,6 +15,7 @@ import traceback
 import typer
 
 from octavo.base.errors import InputError, OctavoError, UnsupportedError
+from octavo.base.oom import out_of_memory
 
 BUG, INTERRUPTED, BROKEN_PIPE = 70, 130, 141
 
@@ -73,9 +74,9 @@ def show_traceback(error: BaseException) -> None:
 
 
 def _is_memory(error: Exception) -> bool:
-    """Python's, CUDA's, and the plain RuntimeError of PyTorch's allocator on the CPU."""
+    """Python's own, or a RuntimeError or torch's in whatever words its library has."""
     named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    return named or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
+    return named or (isinstance(error, RuntimeError) and out_of_memory(str(error)))
 
 
 def _usage(error: Exception) -> OctavoError:

@@ -25,6 +25,7 @@ from octavo.cli.eval import evaluate
 from octavo.cli.explain import explain
 from octavo.cli.export import export
 from octavo.cli.finetune import finetune
+from octavo.cli.plan import plan
 from octavo.cli.quantize import quantize
 from octavo.cli.quickstart import quickstart
 from octavo.cli.serve import serve
@@ -58,6 +59,7 @@ def _octavo(
 
 app.command()(quickstart)
 app.command()(doctor)
+app.command()(plan)
 app.command()(calibrate)
 app.command()(quantize)
 app.command()(finetune)

@@ -6,10 +6,11 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from octavo.base.errors import CheckpointError, ConfigError, OctavoError, RefusedError
 from octavo.base.log import progress
+from octavo.base.report import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,6 +43,28 @@ def resolve_model(text: str | Path, *, revision: str | None = None, trust_remote
     patterns = [*_FILES, "*.py"] if trust_remote_code else list(_FILES)
     with hub_errors(name), progress(f"Fetching {name}"):
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+
+
+def describe(repo: str) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
+    """config.json of a hub model, and the shape of every tensor of its safetensors files: headers alone are fetched.
+
+    From the cache the shapes are empty. CheckpointError, RefusedError: as resolve_model.
+    """
+    if not _HUB_ID.fullmatch(repo):
+        fix = "Give a folder, a config.json, a hub id such as org/name, or demo."
+        raise CheckpointError(f"model '{repo}' does not exist", fix=fix)
+    from huggingface_hub import HfApi, constants, errors, hf_hub_download
+
+    with hub_errors(repo):
+        config = read_json(Path(hf_hub_download(repo, "config.json")))
+        if constants.HF_HUB_OFFLINE:
+            return config, {}
+        try:
+            found = HfApi().get_safetensors_metadata(repo)
+        except errors.NotASafetensorsRepoError:
+            return config, {}
+    files = found.files_metadata.values()
+    return config, {name: tuple(t.shape) for file in files for name, t in file.tensors.items()}
 
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

@@ -18,6 +18,7 @@ CONFIGS = {
     "explain": "octavo.workflows.explain:ExplainConfig",
     "export": "octavo.workflows.export:ExportConfig",
     "finetune": "octavo.workflows.finetune:FinetuneConfig",
+    "plan": "octavo.pipelines.plan:PlanJobConfig",
     "quantize": "octavo.workflows.quantize:QuantizeConfig",
     "quickstart": "octavo.pipelines.quickstart:QuickstartConfig",
     "serve": "octavo.workflows.serve:ServeConfig",

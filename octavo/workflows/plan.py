@@ -1,0 +1,336 @@
+"""plan: which GPU, how many, which micro-batch, precision and checkpointing, before the money is spent.
+
+Reads config.json or the headers of safetensors files; no weights, no torch, no GPU. How the figures come about:
+docs/planner.md.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
+
+import pydantic
+
+from octavo.base.errors import ConfigError
+from octavo.base.report import Config, Report, atomic_write, read_yaml
+from octavo.workflows.planner.memory import Setup
+from octavo.workflows.planner.model import Model
+from octavo.workflows.planner.search import Candidate, Limits, Rejected, pareto, per_place, place_name, search
+from octavo.workflows.planner.source import read_model
+from octavo.workflows.planner.tables import GIB, Machine, gpu_named, instances
+from octavo.workflows.planner.timing import fp8_shapes
+
+_SUFFIX = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
+COUNTS = (1, 2, 4, 8)  # of GPUs that are not an instance
+
+
+class PlanConfig(Config):
+    """model: a folder, a config.json, a hub id or demo. method: lora, or full (planned, not run by octavo finetune).
+
+    precision: auto tries bf16 and fp8; fp8 keeps the frozen base of LoRA as codes. scheme: of its scales. context:
+    tokens of a sequence. batch: sequences of one optimizer step over all GPUs, met exactly. checkpointing: auto tries
+    none and full. fused_loss: count on a fused cross-entropy such as Liger's. gpu: names; instance: globs such as
+    g7e.*; neither: all instances. max_memory_per_gpu: GiB. budget: USD, deadline: hours, both for `tokens` tokens (20M
+    is understood). spot: spot prices instead of on-demand ones. prices: YAML of instance type: USD an hour. top: rows.
+    write: where to put the run.yaml that octavo finetune takes, with `data` and `out` if they are given.
+    """
+
+    model: str
+    method: Literal["lora", "full"] = "lora"
+    precision: Literal["auto", "bf16", "fp8"] = "auto"
+    scheme: Literal["channel", "block128", "tensor"] = "channel"
+    rank: int = pydantic.Field(16, ge=1)
+    target_modules: tuple[str, ...] = ()
+    context: int = pydantic.Field(1024, ge=2)
+    batch: int = pydantic.Field(8, ge=1, le=65536)
+    checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
+    fused_loss: bool = False
+    saved_fp8: bool = False
+    gpu: tuple[str, ...] = ()
+    instance: tuple[str, ...] = ()
+    max_memory_per_gpu: float | None = pydantic.Field(None, gt=0)
+    max_gpus: int | None = pydantic.Field(None, ge=1)
+    budget: float | None = pydantic.Field(None, gt=0)
+    deadline: float | None = pydantic.Field(None, gt=0)
+    spot: bool = False
+    prices: Path | None = None
+    tokens: int | None = pydantic.Field(None, ge=1)
+    order: Literal["cost", "time", "tokens/s"] = "cost"
+    top: int = pydantic.Field(10, ge=1)
+    data: str | None = None
+    out: Path | None = None
+    write: Path | None = None
+
+    @pydantic.field_validator("gpu", "instance", "target_modules", mode="before")
+    @classmethod
+    def _split(cls, value: Any) -> Any:
+        parts = [value] if isinstance(value, str) else value
+        return tuple(name.strip() for part in parts for name in str(part).split(",") if name.strip())
+
+    @pydantic.field_validator("tokens", mode="before")
+    @classmethod
+    def _count(cls, value: Any) -> Any:
+        match = re.fullmatch(r"([\d.]+)\s*([kmb]?)", str(value).lower()) if isinstance(value, str) else None
+        return round(float(match[1]) * _SUFFIX[match[2]]) if match else value
+
+    @pydantic.model_validator(mode="after")
+    def _limits_need_a_length(self) -> PlanConfig:
+        if (self.budget or self.deadline) and self.tokens is None:
+            what = "budget" if self.budget else "deadline"
+            raise ConfigError(f"{what} without tokens", fix="Say how long the run is: --tokens 20M.")
+        return self
+
+
+class Option(Report):
+    """One way to run. memory_gib: predicted peak of one GPU with its bounds, usable_gib what torch reports of it.
+
+    terms_gib: parts of the peak, at `instant`; dominant: the largest. seconds_per_step with its bounds; parts: where
+    they go. mfu: of the BF16 peak, without recomputation. hours, cost_usd: of the whole run; None: unknown.
+    """
+
+    where: str
+    gpu: str
+    gpus: int
+    nodes: int
+    sharding: str
+    precision: str
+    arithmetic: str
+    scheme: str
+    checkpointing: str
+    micro_batch: int
+    accumulation: int
+    memory_gib: float
+    memory_range_gib: tuple[float, float]
+    usable_gib: float
+    instant: str
+    dominant: str
+    terms_gib: dict[str, float]
+    seconds_per_step: float
+    seconds_range: tuple[float, float]
+    parts_s: dict[str, float]
+    bound: str
+    rates: Literal["measured", "estimated"]
+    tokens_per_second: float
+    mfu: float
+    usd_per_hour: float | None
+    usd_per_million_tokens: float | None
+    hours: float | None
+    cost_usd: float | None
+    notes: list[str]
+
+
+class Rejection(Report):
+    """A way that does not keep the limits. where: the machine; what: the setting, empty for all of them."""
+
+    where: str
+    what: str
+    reason: str
+
+
+class PlanReport(Report):
+    """parameters: exact, of all that is held in memory. by_role: the same in parts. trained: parameters that train.
+
+    from_headers: counted from safetensors headers, else by formula. options: the best
+    of every place, best first. pareto: those that no other
+    beats in both cost and time. run: settings of octavo finetune for the first option, None where it cannot run it.
+    """
+
+    model: str
+    parameters: int
+    by_role: dict[str, int]
+    from_headers: bool
+    trained: int
+    method: str
+    context: int
+    batch: int
+    steps: int | None
+    options: list[Option]
+    pareto: list[Option]
+    rejected: list[Rejection]
+    notes: list[str]
+    run: dict[str, Any] | None
+    command: str | None
+
+
+def plan(config: PlanConfig) -> PlanReport:
+    """Search and rank; write run.yaml if asked to. ConfigError, CheckpointError: a model or a limit without sense."""
+    model = read_model(config.model, config.target_modules)
+    steps = None if config.tokens is None else math.ceil(config.tokens / (config.batch * config.context))
+    most = None if config.max_memory_per_gpu is None else config.max_memory_per_gpu * GIB
+    limits = Limits(config.batch, most, config.max_gpus, config.budget, config.deadline, steps)
+    found, rejected = search(model, _machines(config), _setups(config), limits, config.scheme)
+    found.sort(key=_order(config.order))
+    best = found[0] if found else None
+    run = _run(config, best, steps)
+    report = PlanReport(
+        model=config.model,
+        parameters=model.parameters,
+        by_role=model.by_role,
+        from_headers=model.exact,
+        trained=model.adapter_parameters(config.rank) if config.method == "lora" else model.parameters,
+        method=config.method,
+        context=config.context,
+        batch=config.batch,
+        steps=steps,
+        options=[_option(one, steps) for one in per_place(found)[: config.top]],
+        pareto=[_option(one, steps) for one in pareto(found)],
+        rejected=[Rejection(where=r.where, what=r.what, reason=r.reason) for r in rejected],
+        notes=_notes(config, model, found, rejected),
+        run=run,
+        command=_command(config, best) if run else None,
+    )
+    if config.write is not None:
+        write_run(config.write, report)
+    return report
+
+
+def write_run(path: Path, report: PlanReport) -> None:
+    """The run.yaml of a report's first option. ConfigError where there is none that octavo finetune can run."""
+    if report.run is None:
+        why = report.notes[-1] if report.options else report.rejected[0].reason if report.rejected else "no machine"
+        raise ConfigError(f"{path}: there is nothing that octavo finetune could run", got=why)
+    import yaml
+
+    one = report.options[0]
+    low, high = one.memory_range_gib
+    head = (
+        f"# octavo plan: {one.where}; predicted {one.memory_gib:.1f} GiB ({low:.1f} to {high:.1f}) of "
+        f"{one.usable_gib:.1f}, {one.seconds_per_step:.3g} s a step\n# {report.command}\n"
+    )
+    atomic_write(path, (head + yaml.safe_dump(report.run, sort_keys=False, allow_unicode=True)).encode())
+
+
+def _machines(config: PlanConfig) -> list[Machine]:
+    prices = {str(k): float(v) for k, v in read_yaml(config.prices).items()} if config.prices else {}
+    names = [gpu_named(name) for name in config.gpu]
+    if config.gpu and not config.instance:
+        counts = [n for n in COUNTS if n <= (config.max_gpus or COUNTS[-1])]
+        return [Machine("", gpu, count) for gpu in names for count in counts]
+    found = instances(config.instance, config.spot, prices)
+    return [machine for machine in found if not names or machine.gpu in names]
+
+
+def _setups(config: PlanConfig) -> list[Setup]:
+    precisions = ("bf16", "fp8") if config.precision == "auto" else (config.precision,)
+    modes = ("none", "full") if config.checkpointing == "auto" else (config.checkpointing,)
+    return [
+        Setup(
+            method=config.method,
+            precision=precision,
+            rank=config.rank,
+            context=config.context,
+            checkpointing=mode,  # type: ignore[arg-type]
+            fused_loss=config.fused_loss,
+            fused_layers=config.fused_loss,
+            saved_fp8=config.saved_fp8,
+        )
+        for precision, mode in product(precisions, modes)
+    ]
+
+
+def _order(by: str) -> Any:
+    def key(one: Candidate) -> tuple[float, ...]:
+        cost = one.cost(1)
+        unknown = float("inf") if cost is None else cost
+        return (unknown, one.time.seconds) if by == "cost" else (one.time.seconds, unknown)
+
+    return key
+
+
+def _option(one: Candidate, steps: int | None) -> Option:
+    rate, price = one.tokens_per_second, one.price
+    return Option(
+        where=place_name(one.machine, one.nodes),
+        gpu=one.machine.gpu.name,
+        gpus=one.setup.world,
+        nodes=one.nodes,
+        sharding=one.setup.sharding,
+        precision=one.setup.precision,
+        arithmetic=one.arithmetic,
+        scheme=one.scheme,
+        checkpointing=one.setup.checkpointing,
+        micro_batch=one.setup.micro,
+        accumulation=one.accumulation,
+        memory_gib=one.memory.peak / GIB,
+        memory_range_gib=(one.memory.low / GIB, one.memory.high / GIB),
+        usable_gib=one.machine.gpu.memory / GIB,
+        instant=one.memory.instant,
+        dominant=one.memory.dominant,
+        terms_gib={name: value / GIB for name, value in one.memory.terms.items()},
+        seconds_per_step=one.time.seconds,
+        seconds_range=(one.time.low, one.time.high),
+        parts_s=dict(one.time.parts),
+        bound=one.time.bound,
+        rates="measured" if one.time.measured else "estimated",
+        tokens_per_second=rate,
+        mfu=one.time.mfu,
+        usd_per_hour=price,
+        usd_per_million_tokens=None if price is None else price / 3600 / rate * 1e6,
+        hours=None if steps is None else one.hours(steps),
+        cost_usd=None if steps is None else one.cost(steps),
+        notes=list(one.notes),
+    )
+
+
+def _run(config: PlanConfig, best: Candidate | None, steps: int | None) -> dict[str, Any] | None:
+    """Settings of octavo finetune: its names, nothing else."""
+    if best is None or not _runs(config):
+        return None
+    values: dict[str, Any] = {
+        "model": config.model,
+        "data": config.data,
+        "out": None if config.out is None else str(config.out),
+        "mode": "lora" if best.setup.precision == "fp8" else "two-stage",
+        "scheme": best.scheme,
+        "rank": config.rank,
+        "alpha": 2 * config.rank,
+        "target_modules": list(config.target_modules) or None,
+        "context": config.context,
+        "micro_batch": best.setup.micro,
+        "accumulation": best.accumulation,
+        "gradient_checkpointing": best.setup.checkpointing == "full",
+        "max_steps": steps,
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _runs(config: PlanConfig) -> bool:
+    return config.method == "lora" and config.checkpointing != "selective" and not config.saved_fp8
+
+
+def _command(config: PlanConfig, best: Candidate | None) -> str | None:
+    if best is None:
+        return None
+    file = config.write or "run.yaml"
+    missing = " ".join(f"--{name} {name.upper()}" for name in ("data", "out") if getattr(config, name) is None)
+    launch = "octavo"
+    if best.setup.world > 1:
+        nodes = f"--nnodes {best.nodes} " if best.nodes > 1 else ""
+        launch = f"torchrun {nodes}--nproc-per-node {best.machine.gpus} -m octavo"
+    return f"{launch} finetune {file} {missing}".strip()
+
+
+def _notes(config: PlanConfig, model: Model, found: list[Candidate], rejected: list[Rejected]) -> list[str]:
+    notes = []
+    if model.longest and config.context > model.longest:
+        notes.append(f"context {config.context} is longer than the {model.longest} tokens the model was made for")
+    if config.precision != "bf16" and (odd := fp8_shapes(model, config.scheme)):
+        notes.append(f"FP8 products cannot take {'; '.join(odd[:3])}: these layers run in 16 bit")
+    if "tower" in model.by_role:
+        notes.append("the vision tower is counted as frozen weights; activations are those of text")
+    best = found[0] if found else None
+    logits = best.memory.terms.get("logits", 0.0) if best else 0.0
+    too_large = any("mostly logits" in r.reason for r in rejected)
+    if not config.fused_loss and (too_large or (best and logits > 0.25 * best.memory.peak)):
+        notes.append("logits dominate the memory: a fused cross-entropy (--fused-loss to plan with it) removes them")
+    if config.spot and not any(one.price is not None for one in found):
+        notes.append("spot prices change by the hour and are not in the table: give them with --prices")
+    if best and best.setup.world > 1 and best.setup.sharding == "fsdp":
+        notes.append("sharded runs are planned and not started by octavo finetune alone")
+    if not _runs(config):
+        why = "method full" if config.method == "full" else "this way to save activations"
+        notes.append(f"no run.yaml: octavo finetune does not run {why}")
+    return notes
