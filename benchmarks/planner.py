@@ -4,9 +4,9 @@
     python benchmarks/planner.py --device cpu                     a dry run of the same settings on tiny shapes
 
 Models have the published shapes and random weights. A step is that of octavo finetune: 16-bit autocast, float32
-adapters or master weights, fused AdamW. Every second setting of a shape is set aside (`held_out`) before any constant is
-fitted. The summary has the errors of both halves, and those of the held-out half with one factor each for memory and
-time, the medians of the other half. Settings that run out of memory count against a plan that said they fit.
+adapters or master weights, fused AdamW. Every second setting of a shape is set aside (`held_out`) before any constant
+is fitted. The summary has the errors of both halves, and those of the held-out half with one factor each for memory
+and time, the medians of the other half. Settings that run out of memory count against a plan that said they fit.
 """
 
 from __future__ import annotations

@@ -201,7 +201,8 @@ def _is_sparse(text: Mapping[str, Any], layer: int) -> bool:
 def _qwen3_moe(text: Mapping[str, Any], layer: int) -> Shapes:
     if not _is_sparse(text, layer):
         return _gated(text, layer)
-    return _experts(number(text, "hidden_size"), number(text, "num_experts"), number(text, "moe_intermediate_size"))
+    count = number(text, "num_experts", "num_local_experts")  # Transformers 5 writes the second
+    return _experts(number(text, "hidden_size"), count, number(text, "moe_intermediate_size"))
 
 
 def _qwen2_moe(text: Mapping[str, Any], layer: int) -> Shapes:
