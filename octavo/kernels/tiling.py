@@ -45,6 +45,30 @@ class Tile:
 FEW, MORE = Tile(1, 1, 1, 8, 2), Tile(2, 2, 1, 8, 1)
 
 
-def w8a16_tile(m: int) -> Tile:
-    """The tile for m tokens, 1 <= m <= MAX_TOKENS. By arithmetic (loads in flight, registers), not yet measured."""
+def w8a16_tile(m: int, k: int) -> Tile | None:
+    """The tile for m >= 1 tokens, None where w8a16.cu does not take them.
+
+    By arithmetic (loads in flight, registers), not yet measured.
+    """
+    if m > MAX_TOKENS or k % 16:
+        return None
     return FEW if m <= FEW.tokens else MORE
+
+
+@dataclass(frozen=True)
+class QuantizeGrid:
+    """A launch of quantize.cu: blocks of 256 threads, 8 values a thread and round."""
+
+    blocks: int
+    rounds: int
+
+
+MAX_TOKEN_WIDTH = 2048 * 16  # 16 rounds of registers
+
+
+def quantize_grid(m: int, k: int, grouped: bool) -> QuantizeGrid:
+    """x [m, k] per group of 128 (16 groups a block and round), or one block a token: k <= MAX_TOKEN_WIDTH."""
+    if not grouped:
+        return QuantizeGrid(m, max(1, -(-k // 2048)))
+    rounds = 4
+    return QuantizeGrid(-(-m * -(-k // 128) // (16 * rounds)), rounds)

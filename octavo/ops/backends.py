@@ -22,7 +22,7 @@ from octavo.base.packages import pip_line, version_of
 from octavo.formats.granularity import from_tile
 from octavo.formats.recipe import Rule
 from octavo.formats.scaled import ScaledTensor
-from octavo.kernels.tiling import MAX_TOKENS
+from octavo.kernels.tiling import MAX_TOKEN_WIDTH, MAX_TOKENS
 
 TABLE_VERSION = 1
 OPS = ("quantize", "dequantize", "linear", "linear_dx", "scaled_mm")
@@ -197,24 +197,56 @@ def _refuse_dequant(problem: Problem, caps: HardwareCaps) -> str | None:
 
 
 def _refuse_w8a16(problem: Problem, caps: HardwareCaps) -> str | None:
-    reasons = []
-    if problem.op != "linear":
-        return f"does linear, not {problem.op}"
-    if problem.device != "cuda" or caps.sm < (8, 0):
-        reasons.append(f"needs a CUDA device of sm80 or later, this is {caps.tag}")
+    reasons = _refuse_kernels(problem, caps, (8, 0))
+    if problem.op not in ("linear", "linear_dx", "dequantize"):
+        reasons.append(f"multiplies and decodes weights, asked for {problem.op}")
     if problem.activation != "none":
         reasons.append(f"takes inputs as they are, asked to quantize them per {problem.activation}")
-    if problem.dtype not in (torch.float16, torch.bfloat16):
-        reasons.append(f"multiplies 16-bit inputs, these are {problem.dtype}")
     if problem.tile not in ((0, 0), (1, 0), (128, 128)):
         reasons.append(f"has scales per tensor, row or block128x128, not {from_tile(*problem.tile)}")
-    if not 1 <= problem.m <= MAX_TOKENS:
-        reasons.append(f"takes 1 to {MAX_TOKENS} tokens, these are {problem.m}")
-    if problem.k % 16 or not problem.k or not problem.n:
-        reasons.append(f"loads 16 codes of a row at once: N > 0 and K a multiple of 16, not {problem.n} x {problem.k}")
+    if problem.spec == "e5m2" and (problem.op != "linear" or problem.m > MAX_TOKENS or problem.k % 16):
+        reasons.append(f"E5M2 only for {MAX_TOKENS} tokens or fewer and K a multiple of 16")
+    return "; ".join(reasons) or None
+
+
+def _refuse_native(problem: Problem, caps: HardwareCaps) -> str | None:
+    reasons = _refuse_kernels(problem, caps, (8, 9))
+    block = problem.tile == (128, 128)
+    if problem.op == "quantize":
+        if problem.tile not in ((1, 0), (1, 128)) or problem.spec != "e4m3":
+            reasons.append(f"quantizes to e4m3 per row or group128, not {problem.spec} {from_tile(*problem.tile)}")
+        if problem.k % 8 or (problem.tile == (1, 0) and problem.k > MAX_TOKEN_WIDTH):
+            reasons.append(f"rows of a multiple of 8 values, {MAX_TOKEN_WIDTH} at most per row, not {problem.k}")
+        return "; ".join(reasons) or None
+    if problem.op == "dequantize":
+        reasons.append("multiplies, asked to decode")
+    if problem.dtype != torch.bfloat16:
+        reasons.append(f"cuBLAS writes bfloat16 here, asked for {problem.dtype}")
+    multiple = 128 if block else 16
+    if problem.n % multiple or problem.k % multiple:
+        reasons.append(f"N and K multiples of {multiple}, not {problem.n} and {problem.k}")
+    if problem.tile not in ((0, 0), (1, 0), (128, 128)) or (block and (problem.op == "linear_dx" or caps.sm != (9, 0))):
+        reasons.append(f"scales per tensor or row, block128x128 forward on sm90, not {from_tile(*problem.tile)}")
+    wanted = ("group128",) if block else ("static", "token")
+    if problem.op == "linear" and problem.activation not in wanted:
+        reasons.append(f"activations {' or '.join(wanted)} with these weights, not {problem.activation}")
+    if problem.spec != "e4m3":
+        reasons.append(f"weights in e4m3, not {problem.spec}")
+    return "; ".join(reasons) or None
+
+
+def _refuse_kernels(problem: Problem, caps: HardwareCaps, least: tuple[int, int]) -> list[str]:
+    """What every backend of our own CUDA kernels needs."""
+    reasons = []
+    if problem.device != "cuda" or caps.sm < least:
+        reasons.append(f"needs a CUDA device of sm{least[0]}{least[1]} or later, this is {caps.tag}")
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        reasons.append(f"16-bit inputs, these are {problem.dtype}")
+    if not (problem.m and problem.n and problem.k):
+        reasons.append(f"nothing to do for M={problem.m} N={problem.n} K={problem.k}")
     if version_of("cuda-core") is None:
         reasons.append(f"compiles with cuda-core, which is not installed: {pip_line('gpu')}")
-    return "; ".join(reasons) or None
+    return reasons
 
 
 def _never(problem: Problem, caps: HardwareCaps) -> str | None:
@@ -223,7 +255,8 @@ def _never(problem: Problem, caps: HardwareCaps) -> str | None:
 
 BACKENDS = {
     "cpu": Backend("cpu", _refuse_cpu, "octavo.ops.cpu"),
-    "w8a16": Backend("w8a16", _refuse_w8a16, "octavo.ops.w8a16", ("linear",)),
+    "w8a16": Backend("w8a16", _refuse_w8a16, "octavo.ops.w8a16", ("linear", "linear_dx", "dequantize")),
+    "native": Backend("native", _refuse_native, "octavo.ops.native", ("quantize", "linear", "linear_dx", "scaled_mm")),
     "dequant": Backend("dequant", _refuse_dequant, "octavo.ops.dequant"),
     "reference": Backend("reference", _never, "octavo.ops.reference"),
 }

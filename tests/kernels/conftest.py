@@ -1,11 +1,22 @@
 import pytest
 
-from tests.kernels.host import COMPILER
+from octavo.kernels.cuda import loader
+from tests.kernels import host
 
 
 @pytest.fixture(scope="session")
 def host_folder(tmp_path_factory):
     """Where kernels compiled for the host go; a machine without a C++ compiler checks them on a GPU only."""
-    if COMPILER is None:
+    if host.COMPILER is None:
         pytest.skip("no C++ compiler")
     return tmp_path_factory.mktemp("host-kernels")
+
+
+@pytest.fixture
+def on_host(host_folder, monkeypatch):
+    """Backends launch on the emulator."""
+    monkeypatch.setattr(
+        loader,
+        "launch",
+        lambda variant, grid, threads, arguments, x: host.launch(host_folder, variant, grid, threads, arguments),
+    )

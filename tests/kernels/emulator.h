@@ -2,78 +2,81 @@
 // Enough for the package's kernels: barriers, warp-wide mma and shuffles, the instructions of device.cuh.
 #pragma once
 #define OCTAVO_HOST
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <functional>
-#include <vector>
+typedef long long i64;
+#include <math.h>  // the C headers: those of C++ would take most of the time it takes to compile a kernel
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
 #include <ucontext.h>
 
 struct uint4 { uint32_t x, y, z, w; };
-struct dim3 { int x = 1, y = 1, z = 1; };
-static dim3 blockIdx, threadIdx, blockDim, gridDim;
+struct uint2 { uint32_t x, y; };
+struct dim3 { int x = 1, y = 1; };
+static dim3 blockIdx, threadIdx;
 
 namespace emulator {
-struct Barrier { int need = 0, arrived = 0; uint64_t generation = 0; };
-struct Fiber { ucontext_t context; std::vector<char> stack; int id; bool done; };
-static std::vector<Fiber> fibers;
+const int MAX_THREADS = 1024, STACK = 128 << 10;
+struct Barrier { int need, arrived; uint64_t generation; };
+struct Fiber { ucontext_t context; bool done; };
+static Fiber fibers[MAX_THREADS];
+static char* stacks = static_cast<char*>(malloc(size_t(MAX_THREADS) * STACK));
 static ucontext_t scheduler;
-static int current;
-static Barrier block_barrier;
-static std::vector<Barrier> warp_barriers;
-static std::function<void()> body;
+static bool progress;  // since the last round some thread ended or passed a barrier
+static Barrier block_barrier, warp_barriers[MAX_THREADS / 32];
+static void (*call)(void*);
+static void* kernel;
 
-static void yield() {
-    swapcontext(&fibers[current].context, &scheduler);
-}
+static void yield() { swapcontext(&fibers[threadIdx.x].context, &scheduler); }
 static void wait(Barrier& barrier) {
     const uint64_t mine = barrier.generation;
-    if (++barrier.arrived == barrier.need) { barrier.arrived = 0; ++barrier.generation; return; }
+    if (++barrier.arrived == barrier.need) {
+        barrier.arrived = 0; ++barrier.generation; progress = true;
+        return;
+    }
     while (barrier.generation == mine) yield();
 }
-static void entry() { body(); fibers[current].done = true; yield(); }
+static void entry() { call(kernel); progress = fibers[threadIdx.x].done = true; yield(); }
 
+// 0, or 1 where threads wait for each other for ever.
 static int run_block(int threads) {
-    fibers.resize(threads);
-    block_barrier = {threads};
-    warp_barriers.assign((threads + 31) / 32, Barrier{32});
+    block_barrier = {threads, 0, 0};
+    for (Barrier& barrier : warp_barriers) barrier = {32, 0, 0};
     for (int i = 0; i < threads; ++i) {
-        Fiber& fiber = fibers[i];
-        fiber.stack.resize(128 << 10);
-        fiber.id = i; fiber.done = false;
-        getcontext(&fiber.context);
-        fiber.context.uc_stack.ss_sp = fiber.stack.data();
-        fiber.context.uc_stack.ss_size = fiber.stack.size();
-        fiber.context.uc_link = &scheduler;
-        makecontext(&fiber.context, entry, 0);
+        fibers[i].done = false;
+        ucontext_t& context = fibers[i].context;
+        getcontext(&context);
+        context.uc_stack.ss_sp = stacks + size_t(i) * STACK;
+        context.uc_stack.ss_size = STACK;
+        makecontext(&context, entry, 0);
     }
     // Last thread first: code that needs a barrier and lacks it must not be saved by the order of threads.
-    for (int left = threads, idle = 0; left > 0 && idle < 1000;) {
-        const int before = left;
+    for (int left = threads; left > 0; ) {
+        progress = false;
         for (int i = threads - 1; i >= 0; --i) {
             if (fibers[i].done) continue;
-            current = i; threadIdx.x = i;
+            threadIdx.x = i;
             swapcontext(&scheduler, &fibers[i].context);
             left -= fibers[i].done;
         }
-        idle = left == before ? idle + 1 : 0;
-        if (idle == 1000) return 1;  // threads wait for each other for ever
+        if (!progress) return 1;
     }
     return 0;
 }
 
-// grid x threads; 0, or 1 for a deadlock.
-static int launch(dim3 grid, int threads, std::function<void()> kernel) {
-    body = kernel; gridDim = grid; blockDim = {threads, 1, 1};
-    for (int z = 0; z < grid.z; ++z) for (int y = 0; y < grid.y; ++y) for (int x = 0; x < grid.x; ++x) {
-        blockIdx = {x, y, z};
-        if (run_block(threads)) return 1;
-    }
+template <class Kernel>
+static int launch(dim3 grid, int threads, Kernel body) {
+    kernel = &body;
+    call = [](void* self) { (*static_cast<Kernel*>(self))(); };
+    for (int y = 0; y < grid.y; ++y)
+        for (int x = 0; x < grid.x; ++x) {
+            blockIdx.x = x; blockIdx.y = y;
+            if (run_block(threads)) return 1;
+        }
     return 0;
 }
 
-struct Exchange { uint32_t a[32][4], b[32][2]; };
-static std::vector<Exchange> exchanges(64);
+struct Exchange { uint32_t a[32][4], b[32][2]; float value[32]; };
+static Exchange exchanges[MAX_THREADS / 32];
 }  // namespace emulator
 
 #define KERNEL(threads, blocks) extern "C" void
@@ -82,6 +85,15 @@ static std::vector<Exchange> exchanges(64);
 
 static void __syncthreads() { emulator::wait(emulator::block_barrier); }
 static void sync_warp() { emulator::wait(emulator::warp_barriers[threadIdx.x / 32]); }
+
+static float exchange(float value, int mask) {
+    emulator::Exchange& shared = emulator::exchanges[threadIdx.x / 32];
+    shared.value[threadIdx.x % 32] = value;
+    sync_warp();
+    const float other = shared.value[threadIdx.x % 32 ^ mask];
+    sync_warp();
+    return other;
+}
 
 static inline uint4 load_once(const void* address) { uint4 v; memcpy(&v, address, 16); return v; }
 static inline uint4 load_shared_by_all(const void* address) { return load_once(address); }
@@ -99,7 +111,7 @@ static inline float float_of_bf16(uint32_t bits) { return float_of_bits(bits << 
 static inline float float_of_fp16(uint16_t bits) {
     const int exponent = bits >> 10 & 31, fraction = bits & 1023;
     float value = exponent == 31 ? (fraction ? NAN : INFINITY)
-                : exponent ? std::ldexp(1024.0f + fraction, exponent - 25) : std::ldexp(float(fraction), -24);
+                : exponent ? ldexp(1024.0f + fraction, exponent - 25) : ldexp(float(fraction), -24);
     return bits & 0x8000 ? -value : value;
 }
 static inline uint16_t bf16_of_float(float value) {
@@ -110,10 +122,10 @@ static inline uint16_t bf16_of_float(float value) {
 static inline uint16_t fp16_of_float(float value) {
     const uint32_t bits = bits_of_float(value);
     const uint16_t sign = bits >> 16 & 0x8000;
-    const float magnitude = std::fabs(value);
-    if (std::isnan(value)) return 0x7FFF;
+    const float magnitude = fabs(value);
+    if (isnan(value)) return 0x7FFF;
     if (magnitude >= 65520.0f) return sign | 0x7C00;
-    if (magnitude < std::ldexp(1.0f, -14)) return sign | uint16_t(std::nearbyint(std::ldexp(magnitude, 24)));
+    if (magnitude < ldexp(1.0f, -14)) return sign | uint16_t(nearbyint(ldexp(magnitude, 24)));
     const uint32_t body = bits_of_float(magnitude);
     return sign | uint16_t((body + 0xFFF + (body >> 13 & 1) - (112u << 23)) >> 13);
 }

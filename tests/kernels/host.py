@@ -4,43 +4,59 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
 import shutil
 import subprocess
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
-import octavo.kernels.cuda as cuda_sources
+from octavo.kernels.cuda import loader
 
-SOURCES = Path(cuda_sources.__file__).parent
-HERE = Path(__file__).parent
 COMPILER = shutil.which("g++") or shutil.which("clang++")
-
-LAUNCH = """
+PROGRAM = """
 #include "emulator.h"
-#define NAME kernel
-#include "{source}"
+{source}
+struct Address {{  // becomes whatever pointer the kernel declares
+    void* at;
+    template <class T> operator T*() const {{ return static_cast<T*>(at); }}
+}};
 extern "C" int launch(int blocks_x, int blocks_y, int threads, {parameters}) {{
-    dim3 grid; grid.x = blocks_x; grid.y = blocks_y;
-    return emulator::launch(grid, threads, [&] {{ kernel({names}); }});
+    dim3 grid;
+    grid.x = blocks_x, grid.y = blocks_y;
+    return emulator::launch(grid, threads, [&] {{ {entry}({arguments}); }});
 }}
 """
+TYPES = {np.int32: ("int", ctypes.c_int), np.int64: ("i64", ctypes.c_longlong)}
 
 
 @cache
-def build(folder: Path, source: str, parameters: str, defines: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
-    """source: a file of octavo/kernels/cuda; parameters: those of its kernel, as C declares them."""
-    names = ", ".join(part.split()[-1].lstrip("*") for part in parameters.split(","))
-    text = LAUNCH.format(source=source, parameters=parameters, names=names)
-    stem = hashlib.sha256(repr((text, defines)).encode()).hexdigest()[:16]
-    (folder / f"{stem}.cpp").write_text(text)
+def build(folder: Path, source: str, kinds: tuple[type, ...]) -> ctypes.CDLL:
+    """kinds: of the kernel's arguments, np.int32, np.int64 or torch.Tensor (an address)."""
+    names = [f"p{i}" for i in range(len(kinds))]
+    declared = [
+        f"{TYPES[kind][0] if kind in TYPES else 'void*'} {name}" for kind, name in zip(kinds, names, strict=True)
+    ]
+    passed = [name if kind in TYPES else f"Address{{{name}}}" for kind, name in zip(kinds, names, strict=True)]
+    text = PROGRAM.format(
+        source=source, parameters=", ".join(declared), entry=loader.ENTRY, arguments=", ".join(passed)
+    )
+    stem = folder / hashlib.sha256(text.encode()).hexdigest()[:16]
+    stem.with_suffix(".cpp").write_text(text)
     command = [str(COMPILER), "-std=c++17", "-O1", "-fno-strict-aliasing", "-w", "-shared", "-fPIC"]
-    command += [f"-D{name}={value}" for name, value in defines] + [f"-I{HERE}", f"-I{SOURCES}"]
-    subprocess.run([*command, "-o", folder / f"{stem}.so", folder / f"{stem}.cpp"], check=True, env=os.environ)
-    return ctypes.CDLL(str(folder / f"{stem}.so"))
+    command += [f"-I{Path(__file__).parent}", "-o", f"{stem}.so", f"{stem}.cpp"]
+    subprocess.run(command, check=True)
+    return ctypes.CDLL(f"{stem}.so")
 
 
-def pointer(tensor: torch.Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(tensor.data_ptr() if tensor is not None else None)
+def launch(folder: Path, variant: loader.Variant, grid: tuple[int, ...], threads: int, arguments: Any) -> None:
+    """What `loader.launch` does, on CPU tensors."""
+    kinds = tuple(type(a) if isinstance(a, np.generic) else torch.Tensor for a in arguments)
+    library = build(folder, variant.text, kinds)
+    values = [
+        TYPES[type(a)][1](int(a)) if isinstance(a, np.generic) else ctypes.c_void_p(None if a is None else a.data_ptr())
+        for a in arguments
+    ]
+    assert library.launch(*(*grid, 1)[:2], threads, *values) == 0, f"deadlock in {variant}"

@@ -21,6 +21,15 @@ def w8a16(tile, x_bf16, e5m2, scales):
 
 VARIANTS = [w8a16(tile, x_bf16, 0, scales) for tile in (FEW, MORE) for x_bf16 in (0, 1) for scales in (0, 1, 2)]
 VARIANTS += [w8a16(FEW, x_bf16, 1, 1) for x_bf16 in (0, 1)]
+VARIANTS += [
+    loader.Variant("quantize.cu", (("X_BF16", 1), ("GROUPED", grouped), ("FOLD", fold), ("ROUNDS", rounds)))
+    for grouped, fold, rounds in ((0, 0, 2), (0, 1, 7), (0, 1, 16), (1, 0, 4), (1, 1, 4))
+]
+VARIANTS += [
+    loader.Variant("dequantize.cu", (("OUT_BF16", 1), ("SCALES", scales), ("ALIGNED", aligned)))
+    for scales, aligned in ((0, 0), (1, 1), (2, 1))
+]
+VARIANTS.append(loader.Variant("transpose.cu", ()))
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

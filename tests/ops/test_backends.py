@@ -78,25 +78,51 @@ def test_every_backend_loads_and_offers_its_ops():
 
 
 @pytest.mark.parametrize(
-    "change, reason",
+    "backend, change, reason",
     [
-        ({"device": "cpu"}, "CUDA device"),
-        ({"m": 17}, "1 to 16 tokens, these are 17"),
-        ({"m": 0}, "these are 0"),
-        ({"k": 200}, "multiple of 16"),
-        ({"k": 0}, "multiple of 16"),
-        ({"tile": (1, 128)}, "not group128"),
-        ({"dtype": torch.float32}, "these are torch.float32"),
-        ({"activation": "token"}, "per token"),
+        ("w8a16", {"device": "cpu"}, "CUDA device"),
+        ("w8a16", {"m": 0}, "nothing to do for M=0"),
+        ("w8a16", {"k": 0}, "nothing to do"),
+        ("w8a16", {"tile": (1, 128)}, "not group128"),
+        ("w8a16", {"dtype": torch.float32}, "these are torch.float32"),
+        ("w8a16", {"activation": "token"}, "per token"),
+        ("w8a16", {"spec": "e5m2", "m": 17}, "16 tokens or fewer"),
+        ("w8a16", {"op": "scaled_mm"}, "asked for scaled_mm"),
+        ("native", {"activation": "none"}, "static or token with these weights, not none"),
+        ("native", {"activation": "group128"}, "not group128"),
+        ("native", {"tile": (128, 128), "n": 4096, "k": 4096, "activation": "token"}, "group128 with these weights"),
+        ("native", {"tile": (128, 128), "k": 576, "activation": "group128"}, "multiples of 128"),
+        ("native", {"op": "linear_dx", "tile": (128, 128)}, "block128x128 forward on sm90"),
+        ("native", {"n": 200, "activation": "token"}, "multiples of 16, not 200"),
+        ("native", {"dtype": torch.float16, "activation": "token"}, "cuBLAS writes bfloat16"),
+        ("native", {"op": "quantize", "k": 129}, "multiple of 8"),
+        ("native", {"op": "quantize", "tile": (0, 0)}, "not e4m3 tensor"),
+        ("native", {"spec": "e5m2", "activation": "token"}, "not e5m2"),
     ],
     ids=str,
 )
-def test_w8a16_says_what_it_cannot(change, reason):
-    problem = Problem("linear", **{"device": "cuda", "k": 576, **change})
+def test_what_our_kernels_refuse(backend, change, reason):
+    problem = Problem(**{"op": "linear", "device": "cuda", "n": 576, "k": 576, **change})
     with pytest.raises(UnsupportedError, match=reason):
-        choose(problem, fake_caps("a100"), backend="w8a16")
-    assert choose(Problem("linear", "cuda", k=576), fake_caps("a100"), backend="w8a16").backend == "w8a16"
-    assert "sm80 or later, this is sm75" in BACKENDS["w8a16"].refuse(Problem("linear", "cuda"), fake_caps("t4"))
+        choose(problem, fake_caps("h200"), backend=backend)
+
+
+@pytest.mark.parametrize(
+    "backend, least, problem",
+    [
+        ("w8a16", "a100", Problem("linear", "cuda", m=16, k=576)),
+        ("w8a16", "a100", Problem("linear_dx", "cuda", m=5000, n=200, k=136, tile=(128, 128))),
+        ("w8a16", "a100", Problem("dequantize", "cuda", k=7)),
+        ("native", "l4", Problem("linear", "cuda", activation="token")),
+        ("native", "l4", Problem("linear_dx", "cuda", m=77)),
+        ("native", "h200", Problem("linear", "cuda", tile=(128, 128), activation="group128")),
+        ("native", "l4", Problem("quantize", "cuda", tile=(1, 128), k=576)),
+    ],
+    ids=str,
+)
+def test_what_our_kernels_take(backend, least, problem):
+    assert choose(problem, fake_caps(least), backend=backend).backend == backend
+    assert "sm75" in str(BACKENDS[backend].refuse(problem, fake_caps("t4")))
 
 
 def test_why():

@@ -24,7 +24,9 @@ KERNEL(256, 1) NAME(const u8* codes, const float* scale, u16* out, i64 N, int K,
     const uint4 loaded = load_once(codes + at);
     word[0] = loaded.x, word[1] = loaded.y, word[2] = loaded.z, word[3] = loaded.w;
 #else
-    for (int i = 0; i < count; ++i) word[i / 4] |= u32(codes[at + i]) << (i % 4 * 8);
+#pragma unroll
+    for (int i = 0; i < 16; ++i)
+        if (i < count) word[i / 4] |= u32(codes[at + i]) << (i % 4 * 8);
 #endif
     u32 result[8];
 #pragma unroll

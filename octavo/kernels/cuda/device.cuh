@@ -28,6 +28,9 @@ DEVICE uint4 load_once(const void* address) {
 // 16 bytes that other warps read too.
 DEVICE uint4 load_shared_by_all(const void* address) { return __ldg(static_cast<const uint4*>(address)); }
 
+// The value of the lane whose number differs by the bits of `mask`.
+DEVICE float exchange(float value, int mask) { return __shfl_xor_sync(0xFFFFFFFFu, value, mask); }
+
 DEVICE u32 permute(u32 low, u32 high, u32 selector) { return __byte_perm(low, high, selector); }
 DEVICE float float_of_bits(u32 bits) { return __uint_as_float(bits); }
 DEVICE u32 bits_of_float(float value) { return __float_as_uint(value); }
