@@ -59,4 +59,5 @@ Model = Annotated[str | None, typer.Argument(metavar="MODEL", help="A folder, a 
 Data = Annotated[
     str | None, option("Text, JSON lines or Parquet file, a folder, a hub dataset, or demo.", "demo", "DATA")
 ]
+Policy = Annotated[Path | None, option("policy.json of this model, from octavo tune.", None, "FILE")]
 Device = Annotated[str | None, option("cpu, cuda, cuda:1; by default the first GPU, else the CPU.")]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octavo.cli.common import ACTIVATIONS, SCHEMES, AsJson, ConfigFile, Device, Result, flags, option
+from octavo.cli.common import ACTIVATIONS, SCHEMES, AsJson, ConfigFile, Device, Policy, Result, flags, option
 from octavo.cli.render import layers_folded, number, pairs, size, table
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ def export(
     context: Annotated[int | None, option("Tokens of a window.", 512)] = None,
     weighting: Annotated[str | None, option("Of those tokens.", "fisher", "none|fisher")] = None,
     device: Device = None,
+    policy: Policy = None,
     model: Annotated[str | None, option("The base model, if it moved.", None, "MODEL")] = None,
     min_kept: Annotated[float | None, option("Refuse below this share of the adapter's change.", 0.9)] = None,
     max_shard_size: Annotated[int | None, option("Of the files written, bytes.", 5_000_000_000)] = None,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octavo.cli.common import ACTIVATIONS, SCHEMES, AsJson, Device, Result, flags, option
+from octavo.cli.common import ACTIVATIONS, SCHEMES, AsJson, Device, Policy, Result, flags, option
 from octavo.cli.render import number, pairs
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ def finetune(
     scheme: Annotated[str | None, option("Of the base.", "channel", SCHEMES)] = None,
     scale_format: Annotated[str | None, option("Of its scales.", "fp32", "fp32|po2")] = None,
     skip: Annotated[list[str] | None, option("Stays in 16 bit: a name, a glob, or re:...", None, "PATTERN")] = None,
+    policy: Policy = None,
     activation: Annotated[str | None, option("Round activations as served.", "none", ACTIVATIONS)] = None,
     scales: Annotated[Path | None, option("scales.json, for static activations.", None, "FILE")] = None,
     rank: Annotated[int | None, option("Of LoRA.", 16)] = None,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octavo.cli.common import ACTIVATIONS, SCHEMES, AsJson, ConfigFile, Model, Result, flags, option
+from octavo.cli.common import ACTIVATIONS, SCHEMES, AsJson, ConfigFile, Model, Policy, Result, flags, option
 from octavo.cli.render import layers_folded, pairs, size, table
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ def quantize(
     method: Annotated[str | None, option("Of finding scales.", "absmax", "absmax|mse")] = None,
     activation: Annotated[str | None, option("When served. By default the scheme's.", None, ACTIVATIONS)] = None,
     skip: Annotated[list[str] | None, option("Stays in 16 bit: a name, a glob, or re:...", None, "PATTERN")] = None,
+    policy: Policy = None,
     scales: Annotated[Path | None, option("scales.json, for static activations and KV cache.", None, "FILE")] = None,
     kv_cache: Annotated[str | None, option("fp8: store the scales in scales.json.", "16bit", "16bit|fp8")] = None,
     moments: Annotated[Path | None, option("For compensated: what calibrate --moments wrote.", None, "DIR")] = None,

@@ -22,6 +22,7 @@ def verify(
     gpu: Annotated[str | None, option("sm90, h100, cpu. By default this machine's, or every known one.")] = None,
     tp: Annotated[int | None, option("Tensor-parallel size.", 1)] = None,
     reference: Annotated[Path | None, option("The 16-bit model to compare numbers with.", None, "DIR")] = None,
+    policy: Annotated[Path | None, option("policy.json that it must follow.", None, "FILE")] = None,
     quick: Annotated[bool | None, option("Headers and names only, no numbers.", False, None, "--quick")] = None,
     logits: Annotated[
         bool | None, option("Also load it in Transformers and compare logits.", False, None, "--logits")

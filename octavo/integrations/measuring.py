@@ -94,8 +94,8 @@ def _open_run(
         fix = "Leave the scheme out, or evaluate the exported checkpoint."
         raise ConfigError(f"run {run.path} has quantized its base itself", got=f"scheme '{recipe.name}'", fix=fix)
     if settings["mode"] == "lora":
-        skip = tuple(settings["skip"])
-        recipe = Recipe.named(settings["scheme"], activation=mode, skip=skip, scale_format=settings["scale_format"])
+        recipe = Recipe.named(settings["scheme"], activation=mode, scale_format=settings["scale_format"])
+        recipe = run.read_policy().apply(recipe)
         scales = scales or settings["scales"]
     static = scales if mode == "static" else None
     base = open_model(settings["model"], recipe=recipe, scales=static, device=device, dtype=dtype)

@@ -24,6 +24,7 @@ from octavo.base.log import logger
 from octavo.formats.recipe import Recipe
 from octavo.integrations.hub import first_line, resolve_model
 from octavo.store.moments import Moments
+from octavo.store.policy import Policy
 from octavo.store.scales import Scales
 from octavo.store.tensors import Checkpoint
 
@@ -48,6 +49,7 @@ def load(
     samples: int = 128,
     context: int = 512,
     weighting: str = "fisher",
+    policy: Path | str | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """A model with its linears and experts in FP8, ready to generate, to take LoRA adapters, or to be saved.
@@ -59,20 +61,27 @@ def load(
     what an engine would do. `static` needs `scales` or a checkpoint that stores input scales.
     rounding: `nearest` or `compensated`; None is the recipe's. `compensated` needs `moments`, the folder of
     `octavo calibrate --moments`, or `data` to calibrate on first: `samples` of `context` tokens, `weighting` as there.
+    policy: policy.json of this model, from `octavo tune`: layers that stay in 16 bit or take another scheme.
 
     Peak memory: the FP8 model and its largest tensor; files are mapped, never read whole. `save_pretrained` writes a
     compressed-tensors checkpoint that needs no Octavo.
 
     CheckpointError: files missing, damaged, NaN, or quantized by another method. ConfigError: an unknown recipe or
-    setting. MismatchError: scales of another model. RefusedError: the model needs remote code and `trust_remote_code`
-    is off. UnsupportedError: a model type that the installed Transformers does not know, or no such device.
+    setting. MismatchError: scales or a policy of another model. RefusedError: the model needs remote code and
+    `trust_remote_code` is off. UnsupportedError: a model type that the installed Transformers does not know, or no such
+    device.
     """
     from octavo.integrations.moments import moments_for
 
     require_type("load: recipe", recipe, Recipe, str, NoneType)
+    folder = resolve_model(model, trust_remote_code=trust_remote_code)
+    tuned = Policy.load(policy, model=Checkpoint.open(folder)) if policy is not None else None
+    if tuned is not None and recipe is None:
+        recipe = tuned.scheme or "channel"
     if rounding is not None:
         recipe = _rounded(recipe, rounding)
-    folder = resolve_model(model, trust_remote_code=trust_remote_code)
+    if tuned is not None:
+        recipe = tuned.apply(Recipe.named(recipe) if isinstance(recipe, str) else recipe or Recipe())
     place = device_of(device)
     wanted = "compensated" if isinstance(recipe, Recipe) and recipe.compensated else "nearest"
     with moments_for(

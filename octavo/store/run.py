@@ -9,7 +9,6 @@ adapter/ and every snapshot appear by one rename: a run killed at any moment has
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -22,12 +21,12 @@ from typing import Any
 import pydantic
 from safetensors import SafetensorError
 
-from octavo.base.errors import CheckpointError, ConfigError, MismatchError, did_you_mean
-from octavo.base.report import UNREADABLE, atomic_write, read_json, read_yaml, sync_folder
+from octavo.base.errors import CheckpointError, MismatchError
+from octavo.base.report import atomic_write, read_yaml, sync_folder
 from octavo.store.folder import output_error
 from octavo.store.manifest import Manifest
+from octavo.store.policy import POLICY, Policy
 
-POLICY_VERSION = 1
 _STEP = re.compile(r"step-(\d+)")
 
 
@@ -47,7 +46,7 @@ class RunFolder:
 
     @property
     def policy(self) -> Path:
-        return self.path / "policy.json"
+        return self.path / POLICY
 
     @property
     def adapter(self) -> Path:
@@ -133,6 +132,21 @@ class RunFolder:
                 fix="Give the model folder the run began with.",
             )
 
+    def require_policy(self, policy: Policy) -> None:
+        """MismatchError unless the run began with the same precision for every module, or has not begun."""
+        if not self.policy.is_file():
+            return
+        began = self.read_policy().modules
+        for name in sorted({*began, *policy.modules}):
+            old, new = (modules.get(name) for modules in (began, policy.modules))
+            if old is None or new is None or (old.precision, old.scheme) != (new.precision, new.scheme):
+                raise MismatchError(
+                    f"{self.path} was trained with another policy: {name}",
+                    got=f"{new.precision} {new.scheme}".strip() if new else "nothing",
+                    need=f"{old.precision} {old.scheme}".strip() if old else "nothing",
+                    fix="Resume with the policy of the run, or start a new one.",
+                )
+
     def read_manifest(self) -> Manifest:
         try:
             return Manifest.model_validate_json(self.manifest.read_bytes())
@@ -147,27 +161,11 @@ class RunFolder:
 
         atomic_write(self.config, yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True).encode())
 
-    def write_policy(self, modules: Mapping[str, Mapping[str, str]]) -> None:
-        """modules: name -> {"precision": "fp8" or "16bit", "rule": ..., "reason": ...}."""
-        policy = {"schema_version": POLICY_VERSION, "modules": {name: dict(entry) for name, entry in modules.items()}}
-        atomic_write(self.policy, json.dumps(policy, indent=2).encode() + b"\n")
+    def write_policy(self, policy: Policy) -> None:
+        policy.write(self.policy)
 
-    def read_policy(self) -> dict[str, dict[str, str]]:
-        """module -> its entry. Precisions: `fp8`, `16bit`."""
-        try:
-            policy = read_json(self.policy)
-            modules: dict[str, dict[str, str]] = policy["modules"]
-            version = policy["schema_version"]
-            precisions = {entry["precision"] for entry in modules.values()}
-        except (*UNREADABLE, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{self.policy} is not a policy", got=repr(error)) from None
-        if version != POLICY_VERSION:
-            raise CheckpointError(f"{self.policy}: schema_version", got=str(version), need=str(POLICY_VERSION))
-        for precision in sorted(precisions - {"fp8", "16bit"}):
-            raise ConfigError(
-                f"{self.policy}: precision '{precision}' is unknown", fix=did_you_mean(precision, ["fp8", "16bit"])
-            )
-        return modules
+    def read_policy(self) -> Policy:
+        return Policy.read(self.policy)
 
 
 @contextmanager

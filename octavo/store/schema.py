@@ -158,6 +158,15 @@ def check_layout(layout: str, recipe: Recipe) -> None:
     if recipe.activation not in SERVABLE[granularity.name]:
         need = " or ".join(SERVABLE[granularity.name])
         raise ConfigError(f"activation mode '{recipe.activation}' with weight scales per {granularity}", need=need)
+    for pattern, rule in recipe.overrides:
+        other = rule.granularity if rule else granularity
+        if layout == "native" and other != granularity:
+            got = f"scales per {granularity}, and per {other} for {pattern}"
+            raise ConfigError(
+                "layout native", got=got, need="one kind of scales for all modules", fix="Use --layout ct."
+            )
+        if other.name not in SERVABLE or (isinstance(other, PerBlock) and other != PerBlock(128, 128)):
+            raise ConfigError(f"weight scales per {other} for {pattern} in a file", need="row, tensor or block128x128")
     if layout == "native" and granularity.name == "row":
         fix = "Use --layout ct, or scheme block128 or tensor."
         raise ConfigError("layout native with one scale per channel", need="block or tensor scales", fix=fix)

@@ -30,6 +30,7 @@ from octavo.store.folder import check_output
 from octavo.store.manifest import fingerprint
 from octavo.store.merge import Kept, LayerKept, Merge
 from octavo.store.moments import Moments
+from octavo.store.policy import Policy
 from octavo.store.run import RunFolder
 from octavo.store.scales import Scales
 from octavo.store.slices import SLICE
@@ -50,7 +51,8 @@ class ExportConfig(Config):
     outputs, and the merged weights are rounded with compensation unless rounding is `nearest`.
     scheme, scale_format: default those of the run. activation: what the served linears do to their inputs; default what
     the run trained with, or for `none` the scheme's own. kv_cache: `fp8` stores and declares the scales of keys and
-    values that the run's scales.json holds, measured on the base model.
+    values that the run's scales.json holds, measured on the base model. policy: policy.json of the
+    base model, from octavo tune, on top of the run's own.
     """
 
     run: Path
@@ -68,6 +70,7 @@ class ExportConfig(Config):
     context: int = pydantic.Field(512, ge=2)
     weighting: Literal["none", "fisher"] = "fisher"
     device: str | None = None
+    policy: Path | None = None
     model: str | None = None
     min_kept: float = pydantic.Field(0.9, ge=0, le=1)
     max_shard_size: int = pydantic.Field(5_000_000_000, ge=1)
@@ -113,7 +116,7 @@ def export(config: ExportConfig) -> ExportReport:
         raise ConfigError("merge 'none' with calibrated rounding", got="nothing to round anew", fix=fix)
     run = RunFolder(config.run)
     run.require_finished()
-    settings, policy = run.read_config(), run.read_policy()
+    settings = run.read_config()
     folder = resolve_model(config.model or _base_of(run))
     source = Checkpoint.open(folder)
     run.require_model(fingerprint(source))
@@ -124,7 +127,8 @@ def export(config: ExportConfig) -> ExportReport:
             f"merge 'original': the base {folder} is FP8 already, its original weights are not here",
             fix="Use --merge none to serve the adapter beside it, or --merge dequantized and look at what is kept.",
         )
-    recipe = _recipe(config, settings, policy)
+    policies = [run.read_policy(), *([Policy.load(config.policy, model=source)] if config.policy else [])]
+    recipe = _recipe(config, settings, policies)
     needs_scales = recipe.activation == "static" or config.kv_cache == "fp8"
     scales = Scales.load(run.scales, model=source) if needs_scales else None
     pairs = {} if config.merge == "none" else adapter.match(source.shapes())
@@ -145,7 +149,7 @@ def export(config: ExportConfig) -> ExportReport:
         os.replace(work, config.out)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    return _report(config, recipe, policy, adapter, merge, summary, time.monotonic() - started)
+    return _report(config, recipe, policies, adapter, merge, summary, time.monotonic() - started)
 
 
 def _moments(config: ExportConfig, source: Checkpoint) -> AbstractContextManager[Moments | None]:
@@ -160,17 +164,18 @@ def _base_of(run: RunFolder) -> str:
     return str(run.read_manifest().options.get("model") or run.read_config().get("model"))
 
 
-def _recipe(config: ExportConfig, settings: dict[str, object], policy: dict[str, dict[str, str]]) -> Recipe:
-    """The run's recipe with this export's changes; what the policy keeps in 16 bit is skipped by name."""
+def _recipe(config: ExportConfig, settings: dict[str, object], policies: list[Policy]) -> Recipe:
+    """The run's recipe with this export's changes and the exceptions of its policies, the last one on top."""
     if not (config.scheme or settings.get("scheme")):
         raise CheckpointError(f"{config.run}: config.yaml names no scheme", fix="Give --scheme.")
     scheme = str(config.scheme or settings["scheme"])
     rounding = config.rounding or ("compensated" if config.moments or config.data else "nearest")
     trained_with = str(settings["activation"])
     served = config.activation or (trained_with if trained_with != "none" else None)
-    keep = tuple(name for name, entry in policy.items() if entry["precision"] == "16bit")
     scale_format = str(config.scale_format or settings["scale_format"])
-    recipe = Recipe.named(scheme, activation=served, skip=keep, scale_format=scale_format, rounding=rounding)
+    recipe = Recipe.named(scheme, activation=served, scale_format=scale_format, rounding=rounding)
+    for policy in policies:
+        recipe = policy.apply(recipe)
     for what, needed in (
         ("activation 'static'", recipe.activation == "static"),
         ("kv_cache 'fp8'", config.kv_cache == "fp8"),
@@ -229,7 +234,7 @@ def _check(config: ExportConfig, survival: Kept) -> None:
 def _report(
     config: ExportConfig,
     recipe: Recipe,
-    policy: dict[str, dict[str, str]],
+    policies: list[Policy],
     adapter: Adapter,
     merge: Merge,
     summary: ConversionSummary,
@@ -243,6 +248,7 @@ def _report(
     for text in warnings:
         logger().warning(text)
     linears = {o.module: o for o in summary.outcomes}
+    reasons = {name: entry.reason for policy in policies for name, entry in policy.exceptions() if entry.reason}
     return ExportReport(
         out=str(config.out),
         run=str(config.run),
@@ -255,7 +261,7 @@ def _report(
         nearest=merge.nearest.total() if recipe.compensated else None,
         measured_on=_measured_on(merge.moments, nothing),
         layers=merge.survival.layers(),
-        kept_16bit={m: policy.get(m, {}).get("reason") or o.reason for m, o in linears.items() if not o.rule},
+        kept_16bit={m: reasons.get(m) or o.reason for m, o in linears.items() if not o.rule},
         bytes_in=summary.bytes_in,
         bytes_out=summary.bytes_out,
         seconds=round(seconds, 3),

@@ -27,6 +27,7 @@ from octavo.integrations.measuring import compute_dtype, is_fp8, load_base, perp
 from octavo.modules.convert import convert
 from octavo.modules.frozen import FrozenFloat8Linear
 from octavo.store.manifest import Manifest, fingerprint
+from octavo.store.policy import Policy, PolicyEntry
 from octavo.store.run import RunFolder, whole_folder
 from octavo.store.scales import Scales
 from octavo.store.tensors import Checkpoint
@@ -60,7 +61,8 @@ class FinetuneConfig(Config):
 
     mode: `lora` trains over the FP8 base that is served later; `two-stage` over the 16-bit model, which export then
     quantizes. scheme, scale_format, skip, scales: how the base is quantized. activation: what the linears do to
-    their inputs while training; `token`, `group128` and `static` imitate the served model.
+    their inputs while training; `token`, `group128` and `static` imitate the served model. policy: policy.json of the
+    model, from octavo tune; the run keeps it, and export follows.
     rank, alpha, dropout, rslora, target_modules: of LoRA. warmup: steps, or a share of them if below 1.
     max_steps: instead of epochs. packing: cut samples of exactly `context` tokens from the joined text (default for
     texts). completion_only: count the loss on answers only (default where the data says prompt and completion).
@@ -76,6 +78,7 @@ class FinetuneConfig(Config):
     scheme: str = "channel"
     scale_format: str = "fp32"
     skip: tuple[str, ...] = ()
+    policy: Path | None = None
     activation: str = "none"
     scales: Path | None = None
     rank: int = pydantic.Field(16, ge=1)
@@ -172,6 +175,7 @@ def finetune(config: FinetuneConfig) -> FinetuneReport:
     """
     require_type("finetune: config", config, FinetuneConfig)
     _require_packages(config)
+    config = Policy.read(config.policy).adopt(config) if config.policy else config
     run = RunFolder(config.out)
     resume = _where_to_start(config, run)
     data = load_data(config.data, "train")
@@ -182,15 +186,13 @@ def finetune(config: FinetuneConfig) -> FinetuneReport:
         raise ConfigError("mode two-stage", got=f"{folder} in FP8", need="a 16-bit model", fix="Use mode lora.")
     checkpoint = Checkpoint.open(folder)
     source = fingerprint(checkpoint)
+    recipe, policy = _decide(config, checkpoint, source)
     if resume is not None:
         run.require_model(source)
-    scales = Scales.load(config.scales, model=checkpoint) if config.scales else None
-    recipe = config.recipe() if config.mode == "lora" else None
-    dtype = compute_dtype("auto", config.device)
-    base = load_base(folder, recipe, device=config.device, dtype=dtype, scales=scales)
-    wrapped = _wrap(base, config)
+        run.require_policy(policy)
+    wrapped = _wrap(_base(config, folder, checkpoint, recipe), config)
     trainer = _trainer(wrapped, tokenizer, data, config, run, resume)
-    _describe(config, run, checkpoint, source)
+    _describe(config, run, checkpoint, recipe, policy)
     before = None if windows is None else _held_out_perplexity(wrapped, windows)
     started = time.monotonic()
     steps, losses = _train(trainer, config, resume, windows)
@@ -211,7 +213,7 @@ def finetune(config: FinetuneConfig) -> FinetuneReport:
         last_loss=losses[-1] if losses else None,
         perplexity_before=before,
         perplexity_after=after,
-        perplexity_quantized=_quantized(wrapped, config, windows),
+        perplexity_quantized=_quantized(wrapped, recipe, config, windows),
         seconds=round(seconds, 3),
         seconds_per_step=round(seconds / done, 3) if done > 0 else None,
         warnings=_warnings(config),
@@ -279,24 +281,37 @@ def _held_out_perplexity(model: torch.nn.Module, windows: torch.Tensor) -> float
     return perplexity(model, windows, "Held-out perplexity").value
 
 
-def _describe(config: FinetuneConfig, run: RunFolder, checkpoint: Checkpoint, source: str) -> None:
+def _base(config: FinetuneConfig, folder: Path, checkpoint: Checkpoint, recipe: Recipe) -> Any:
+    scales = Scales.load(config.scales, model=checkpoint) if config.scales else None
+    dtype = compute_dtype("auto", config.device)
+    return load_base(
+        folder, recipe if config.mode == "lora" else None, device=config.device, dtype=dtype, scales=scales
+    )
+
+
+def _decide(config: FinetuneConfig, checkpoint: Checkpoint, source: str) -> tuple[Recipe, Policy]:
+    """The recipe, and what it makes of every module, written down so that the export does the same."""
+    tuned = Policy.load(config.policy, model=checkpoint) if config.policy else None
+    recipe = tuned.apply(config.recipe()) if tuned else config.recipe()
+    schemes = {name: entry.scheme for name, entry in tuned.exceptions()} if tuned else {}
+    entries = {}
+    for name, found in recipe.assign(checkpoint.shapes(), layers=checkpoint.layers).items():
+        if found.rule is not None:
+            scheme, rule = schemes.get(name, ""), str(found.rule)
+            entries[name] = PolicyEntry(precision="fp8", scheme=scheme, rule=rule, reason=found.reason)
+        elif found.role not in ("norm", "other"):
+            entries[name] = PolicyEntry(precision="16bit", reason=found.reason)
+    return recipe, Policy(model_fingerprint=source, modules=entries)
+
+
+def _describe(config: FinetuneConfig, run: RunFolder, checkpoint: Checkpoint, recipe: Recipe, policy: Policy) -> None:
     """Everything about the run that is known before the first step."""
     run.path.mkdir(parents=True, exist_ok=True)
     run.write_config(config.model_dump(mode="json"))
-    decisions = config.recipe().assign(checkpoint.shapes(), layers=checkpoint.layers)
-    run.write_policy(
-        {
-            name: {"precision": "fp8", "rule": str(d.rule), "reason": d.reason}
-            if d.rule
-            else {"precision": "16bit", "reason": d.reason}
-            for name, d in decisions.items()
-            if d.role not in ("norm", "other")
-        }
-    )
-    manifest = Manifest.collect(
-        "octavo finetune", recipe=config.recipe(), source=source, options={"model": str(checkpoint.folder.resolve())}
-    )
-    manifest.write(run.manifest)
+    run.write_policy(policy)
+    options = {"model": str(checkpoint.folder.resolve())}
+    made = Manifest.collect("octavo finetune", recipe=recipe, source=policy.model_fingerprint, options=options)
+    made.write(run.manifest)
     if config.scales and config.scales.resolve() != run.scales.resolve():
         shutil.copyfile(config.scales, run.scales)
 
@@ -336,11 +351,11 @@ def _train(
         return train(trainer, resume), trainer.recorder.losses
 
 
-def _quantized(model: Any, config: FinetuneConfig, windows: torch.Tensor | None) -> float | None:
+def _quantized(model: Any, recipe: Recipe, config: FinetuneConfig, windows: torch.Tensor | None) -> float | None:
     """Mode two-stage: what the second stage costs. Merges and quantizes in memory: the last use."""
     if config.mode != "two-stage" or windows is None:
         return None
-    return _held_out_perplexity(convert(model.merge_and_unload(), config.recipe()), windows)
+    return _held_out_perplexity(convert(model.merge_and_unload(), recipe), windows)
 
 
 def _layers(model: Any) -> tuple[int, int, int]:

@@ -20,6 +20,7 @@ from octavo.ops.rounding import SLICE as COMPENSATED_SLICE
 from octavo.ops.rounding import Compensator, round_nearest
 from octavo.store.conversion import ConversionSummary, check_paths, convert_checkpoint
 from octavo.store.moments import Moments
+from octavo.store.policy import Policy
 from octavo.store.relayout import relayout
 from octavo.store.scales import Scales
 from octavo.store.schema import LAYOUTS
@@ -37,6 +38,7 @@ class QuantizeConfig(Config):
     source of text to calibrate on (`samples` of `context` tokens, `weighting` as in calibrate, run on `device`).
     method: absmax, or mse, which searches the scale. activation: none, static, token or group128; the scheme's own when
     empty. skip: patterns of modules to keep in 16 bit: a full name, a glob, or `re:` and a regular expression.
+    policy: policy.json of this model, from octavo tune: layers that stay in 16 bit or take another scheme.
     scales: scales.json, for static activations. kv_cache: `fp8` stores and declares its scales of keys and values.
     max_shard_size: of the output's files, such as 5GB. fp8_input: what to do with a model that is FP8 already: refuse,
     dequantize (and quantize anew), or relayout (rename only; scheme and the like are then the model's own).
@@ -52,6 +54,7 @@ class QuantizeConfig(Config):
     method: str = "absmax"
     activation: str | None = None
     skip: tuple[str, ...] = ()
+    policy: Path | None = None
     scales: Path | None = None
     kv_cache: Literal["16bit", "fp8"] = "16bit"
     moments: Path | None = None
@@ -121,11 +124,14 @@ def quantize_checkpoint(config: QuantizeConfig) -> QuantizeReport:
     InputError and its kind (exit 2) for bad folders, settings or tensors; nothing half-written stays behind.
     """
     require_type("quantize_checkpoint: config", config, QuantizeConfig)
-    recipe = config.recipe()
+    config.recipe()  # an unknown word is an error before the model is looked for
     if config.kv_cache == "fp8" and config.fp8_input == "relayout":
         raise ConfigError("kv_cache 'fp8' with fp8_input 'relayout'", got="a change of names only", need="dequantize")
     size = parse_size(config.max_shard_size)
     source = Checkpoint.open(resolve_model(config.model))
+    policy = Policy.load(config.policy, model=source) if config.policy else None
+    config = policy.adopt(config) if policy else config
+    recipe = policy.apply(config.recipe()) if policy else config.recipe()
     scales = Scales.load(config.scales, model=source) if config.scales else None
     with _moments(config, source) as moments:
         solve = Compensator(moments, config.device) if moments else None

@@ -21,6 +21,7 @@ from octavo.workflows.rules.findings import Finding, Findings, Verdict, verdict
 from octavo.workflows.rules.judge import ENGINES, Judgement, judge, known_version, parse_version
 from octavo.workflows.rules.model import Model
 from octavo.workflows.rules.numbers import check_numbers
+from octavo.workflows.rules.policy import check_policy
 from octavo.workflows.rules.predicted import check_merged_scales, check_po2
 from octavo.workflows.rules.reference import compare_numbers
 from octavo.workflows.rules.repair import repair
@@ -32,7 +33,8 @@ from octavo.workflows.rules.shapes import check_shapes
 class VerifyConfig(Config):
     """folder: the checkpoint. engine: vllm, sglang, transformers or all. engine_version: of that engine, newest known
     when not given. gpu: sm90, h100, rtx3090, cpu, ...; this machine's, or every known one on a machine without. tp:
-    tensor-parallel size. reference: the 16-bit model to compare numbers and tokenizer with. quick: headers only.
+    tensor-parallel size. reference: the 16-bit model to compare numbers and tokenizer with. policy: policy.json that it
+    must follow. quick: headers only.
     logits: also load the folder in Transformers and compare logits with the dequantized weights. run_vllm: a Python
     interpreter with vLLM, which loads the folder and generates. fix: write a repaired copy here.
     """
@@ -43,6 +45,7 @@ class VerifyConfig(Config):
     gpu: str | None = None
     tp: int = Field(default=1, ge=1, le=1024)
     reference: Path | None = None
+    policy: Path | None = None
     quick: bool = False
     logits: bool = False
     run_vllm: Path | None = None
@@ -115,6 +118,8 @@ def verify(config: VerifyConfig) -> VerifyReport:
         check_tensors(model, common)
         check_shapes(model, common)
         check_layers(model, common)
+        if config.policy is not None:
+            check_policy(model, config.policy, common)
         for engine, version in engines.items():
             local = Findings(engine)
             reports[engine] = _judge_all(config, engine, version, gpus, model, scheme, local)

@@ -6,7 +6,8 @@ import json
 import pytest
 from safetensors import SafetensorError
 
-from octavo.base.errors import CheckpointError, ConfigError, InputError
+from octavo.base.errors import CheckpointError, ConfigError, InputError, MismatchError
+from octavo.store.policy import Policy, PolicyEntry
 from octavo.store.run import RunFolder, whole_folder
 
 
@@ -55,10 +56,15 @@ def test_full_disk_leaves_nothing(tmp_path, error):
 
 def test_policy_round_trip_and_refusals(tmp_path):
     run = RunFolder(tmp_path)
-    policy = {"a": {"precision": "fp8", "reason": "recipe"}, "b": {"precision": "16bit", "reason": "sensitive"}}
+    kept = PolicyEntry(precision="16bit", reason="sensitive")
+    policy = Policy(modules={"a": PolicyEntry(precision="fp8", reason="recipe"), "b": kept})
+    run.require_policy(policy)  # a run that has written none yet
     run.write_policy(policy)
     assert run.read_policy() == policy
-    run.write_policy({"a": {"precision": "fp16"}})
+    run.require_policy(policy)
+    with pytest.raises(MismatchError, match="another policy: a"):
+        run.require_policy(Policy(modules={"a": kept, "b": kept}))
+    run.policy.write_text(json.dumps({"schema_version": 1, "modules": {"a": {"precision": "fp16"}}}))
     with pytest.raises(ConfigError, match="'fp16' is unknown"):
         run.read_policy()
     run.policy.write_text(json.dumps({"schema_version": 99, "modules": {}}))
@@ -77,7 +83,7 @@ def test_unfinished_run_says_what_is_missing(tmp_path):
     with pytest.raises(CheckpointError, match=r"has no config\.yaml"):
         run.require_finished()
     run.write_config({"model": "demo"})
-    run.write_policy({})
+    run.write_policy(Policy(modules={}))
     run.manifest.write_text("{}")
     run.snapshot(5).mkdir(parents=True)
     with pytest.raises(CheckpointError, match="did not finish; got snapshots up to step 5"):

@@ -109,6 +109,7 @@ def write_run(folder, base, **settings):
     from peft import LoraConfig
 
     from octavo.integrations.peft import get_peft_model
+    from octavo.store.policy import Policy
     from octavo.store.run import RunFolder
 
     run = RunFolder(folder)
@@ -121,7 +122,7 @@ def write_run(folder, base, **settings):
     model.save_pretrained(run.adapter)
     defaults = {"mode": "lora", "scheme": "channel", "scale_format": "fp32", "skip": [], "activation": "none"}
     run.write_config({"model": str(base), **defaults, "scales": None, **settings})
-    run.write_policy({})
+    run.write_policy(Policy(modules={}))
     run.manifest.write_text("{}")
     return model
 

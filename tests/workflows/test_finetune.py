@@ -97,9 +97,9 @@ def test_adapter_is_float32_and_policy_lists_the_layers(finished):
     assert len(adapter.pairs) == 14
     assert {pair.a.dtype for pair in adapter.pairs.values()} == {torch.float32}
     assert all(pair.b.abs().max() > 0 for pair in adapter.pairs.values())
-    policy = run.read_policy()
-    assert policy["model.layers.0.self_attn.q_proj"]["precision"] == "fp8"
-    assert policy["model.embed_tokens"]["precision"] == "16bit"
+    policy = run.read_policy().modules
+    assert policy["model.layers.0.self_attn.q_proj"].precision == "fp8"
+    assert policy["model.embed_tokens"].precision == "16bit"
     assert not any("norm" in name for name in policy)
 
 
