@@ -29,6 +29,7 @@ from octavo.cli.plan import plan
 from octavo.cli.quantize import quantize
 from octavo.cli.quickstart import quickstart
 from octavo.cli.serve import serve
+from octavo.cli.tune import tune
 from octavo.cli.verify import verify
 
 app = typer.Typer(
@@ -66,6 +67,7 @@ app.command()(finetune)
 app.command()(export)
 app.command()(verify)
 app.command("eval")(evaluate)
+app.command()(tune)
 app.command()(serve)
 app.command()(explain)
 

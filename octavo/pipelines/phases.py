@@ -88,7 +88,8 @@ class Phases:
             "facts": facts,
         }
         self._save()
-        self.say("      " + ", ".join([f"{self._done[name]['seconds']:.0f} s", *map(_fact, facts.items())]))
+        shown = {name: fact for name, fact in facts.items() if not isinstance(fact, dict | list)}
+        self.say("      " + ", ".join([f"{self._done[name]['seconds']:.0f} s", *map(_fact, shown.items())]))
         return dict(facts)
 
     def _save(self) -> None:

@@ -75,7 +75,7 @@ def make_plan(
     pieces = find_pieces(source, dequantize=dequantize)
     shapes = {piece.name: piece.shape for piece in pieces}
     decided = recipe.assign(shapes, layout=layout, layers=source.layers, config=source.text_config)
-    decided = _nearest_elsewhere(_drop_impossible(decided, pieces), calibrated)
+    decided = _nearest_elsewhere(drop_impossible(decided, pieces), calibrated)
     pieces = restack(pieces, {m: a.rule is not None for m, a in decided.items()}, source)
     plan = Plan(pieces, decided, {}, layout, _outcomes(decided, shapes))
     plan.amax_group = _shared_scales(decided)
@@ -109,7 +109,7 @@ def _nearest_elsewhere(decided: Mapping[str, Assignment], calibrated: Moments | 
     return result
 
 
-def _drop_impossible(decided: dict[str, Assignment], pieces: list[Piece]) -> dict[str, Assignment]:
+def drop_impossible(decided: dict[str, Assignment], pieces: list[Piece]) -> dict[str, Assignment]:
     """Weights that hold no floats, or hold nothing, stay as they are; so do stacks whose orientation is unknown."""
     result = dict(decided)
     for piece in pieces:

@@ -22,12 +22,15 @@ from octavo.base.report import Config, Report
 from octavo.formats.recipe import Recipe
 from octavo.integrations import measuring
 from octavo.integrations.data import load_data, token_windows
+from octavo.integrations.hub import resolve_model
 from octavo.integrations.kv_check import KVCheck, check_kv_cache
 from octavo.integrations.moments import moments_for
 from octavo.integrations.scoring import attribution, score, spread
 from octavo.modules.divergence import Divergence
 from octavo.store.kv_report import KVCacheReport, KVScale
 from octavo.store.moments import Moments
+from octavo.store.policy import Policy
+from octavo.store.tensors import Checkpoint
 
 
 class EvaluateConfig(Config):
@@ -36,7 +39,7 @@ class EvaluateConfig(Config):
     data: as for calibrate; its part `split`. tokens: at most so many, in windows of `context`.
     scheme: `stored` takes the weights as the folder has them; another quantizes a 16-bit `model` while loading, with
     `scale_format` and `rounding`: `compensated` needs `moments`, or `calibration`, a source of text as for calibrate,
-    of which `samples` windows are taken.
+    of which `samples` windows are taken. policy: policy.json of the model, from octavo tune; its scheme by default.
     activation: what `model` does to its activations: none, static (needs scales), token, group128; by default what its
     folder says, and none for 16-bit weights quantized here. `against` runs as it is stored.
     kv_cache: `fp8` rounds keys and values of `model` as an engine's cache does, and judges whether that is safe:
@@ -57,6 +60,7 @@ class EvaluateConfig(Config):
     moments: Path | None = None
     calibration: str | None = None
     samples: int = pydantic.Field(128, ge=1)
+    policy: Path | None = None
     activation: Literal["none", "static", "token", "group128"] | None = None
     scales: Path | None = None
     kv_cache: Literal["16bit", "fp8"] = "16bit"
@@ -154,10 +158,12 @@ def evaluate(config: EvaluateConfig) -> EvaluateReport:
     started = time.monotonic()
     device, dtype = config.device, measuring.compute_dtype(config.dtype, config.device)
     data = load_data(config.data, config.split, limit=config.tokens)
+    policy = Policy.load(config.policy, model=Checkpoint.open(resolve_model(config.model))) if config.policy else None
+    config = policy.adopt(config) if policy else config
     with moments_of(config) as moments:
         opened = measuring.open_model(
             config.model,
-            recipe=recipe_of(config),
+            recipe=recipe_of(config, policy),
             activation=config.activation,
             scales=config.scales if config.activation == "static" or config.kv_cache == "16bit" else None,
             moments=moments,
@@ -223,9 +229,11 @@ def moments_of(config: EvaluateConfig) -> AbstractContextManager[Moments | None]
     return moments_for(config.rounding, config.model, data=config.calibration, **settings)
 
 
-def recipe_of(config: EvaluateConfig) -> Recipe | None:
+def recipe_of(config: EvaluateConfig, policy: Policy | None = None) -> Recipe | None:
     """How to quantize `model` while it loads; None takes its weights as stored."""
     if config.scheme == "stored":
+        if policy is not None:
+            raise ConfigError("a policy", got="weights as stored", need="a scheme", fix="Add --scheme.")
         if config.rounding != "nearest":
             fix = "Name a scheme, or leave the rounding out."
             raise ConfigError(f"rounding '{config.rounding}'", got="weights as stored", need="a scheme", fix=fix)
@@ -234,9 +242,10 @@ def recipe_of(config: EvaluateConfig) -> Recipe | None:
         fix = "Give --scales scales.json, written by octavo calibrate."
         raise ConfigError("activation 'static'", got="no scales", need="calibrated scales", fix=fix)
     activation = config.activation or "none"
-    return Recipe.named(
+    recipe = Recipe.named(
         config.scheme, activation=activation, scale_format=config.scale_format, rounding=config.rounding
     )
+    return policy.apply(recipe) if policy else recipe
 
 
 def alone(model: nn.Module, windows: torch.Tensor) -> dict[str, Any]:

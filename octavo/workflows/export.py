@@ -51,8 +51,8 @@ class ExportConfig(Config):
     outputs, and the merged weights are rounded with compensation unless rounding is `nearest`.
     scheme, scale_format: default those of the run. activation: what the served linears do to their inputs; default what
     the run trained with, or for `none` the scheme's own. kv_cache: `fp8` stores and declares the scales of keys and
-    values that the run's scales.json holds, measured on the base model. policy: policy.json of the
-    base model, from octavo tune, on top of the run's own.
+    values that the run's scales.json holds, measured on the base model. policy: policy.json of the base model,
+    from octavo tune, on top of the run's own.
     """
 
     run: Path
