@@ -28,6 +28,7 @@ from octavo.cli.finetune import finetune
 from octavo.cli.plan import plan
 from octavo.cli.quantize import quantize
 from octavo.cli.quickstart import quickstart
+from octavo.cli.requantize import requantize
 from octavo.cli.serve import serve
 from octavo.cli.tune import tune
 from octavo.cli.verify import verify
@@ -66,6 +67,7 @@ app.command()(quantize)
 app.command()(finetune)
 app.command()(export)
 app.command()(verify)
+app.command()(requantize)
 app.command("eval")(evaluate)
 app.command()(tune)
 app.command()(serve)

@@ -22,6 +22,8 @@ from octavo.base.log import Advance
 from octavo.base.report import atomic_write
 from octavo.formats.granularity import PerTensor
 from octavo.formats.recipe import Recipe
+from octavo.store import schema
+from octavo.store.carry import carry_over
 from octavo.store.folder import OutputFolder, check_apart, check_output, check_space, copy_side_files
 from octavo.store.kv_scales import KV_CACHE_SCHEME, KV_CACHES, kv_tensors
 from octavo.store.manifest import MANIFEST, Manifest, fingerprint, plain_recipe
@@ -51,7 +53,8 @@ Examine = Callable[[Plan, dict[str, Any]], None]
 class ConversionSummary:
     """bytes_in, bytes_out: of tensors. seconds: wall clock. outcomes: one per module that matters.
 
-    resumed: shards that an earlier, killed run had finished. left_out: side files too large to copy.
+    resumed: shards that an earlier, killed run had finished. left_out: side files too large to copy. lost_keys: of the
+    old quantization_config, what the new one has no place for.
     """
 
     out: Path
@@ -62,6 +65,7 @@ class ConversionSummary:
     files: list[str]
     resumed: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+    lost_keys: list[str] = field(default_factory=list)
     quantization_config: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -114,8 +118,7 @@ def convert_checkpoint(
         source, recipe, layout, dequantize=dequantize, scales=scales, calibrated=calibrated, scale_dtype=scale_dtype
     )
     kv = _kv_tensors(kv_cache, scales, source, plan)
-    quantization = plan.quantization_config(recipe)
-    quantization |= {"kv_cache_scheme": KV_CACHE_SCHEME} if kv and layout == "ct" else {}
+    quantization, lost = _quantization(source, plan, recipe, bool(kv))
     examine(plan, quantization)
     source_print = fingerprint(source)
     once = (edit is not None or calibrated is not None) and edit_id is None
@@ -129,7 +132,16 @@ def convert_checkpoint(
         writer.finish()
         options = {"layout": layout, "compat": compat, "edited": edit is not None, "kv_cache": kv_cache}
         left_out = finish_folder(folder, source, quantization, made_by, recipe, source_print, options)
-    return summarize(source, out, writer, plan.outcomes, quantization, started, resumed=resumed, left_out=left_out)
+    lists = {"resumed": resumed, "left_out": left_out, "lost_keys": lost}
+    return summarize(source, out, writer, plan.outcomes, quantization, started, **lists)
+
+
+def _quantization(source: Checkpoint, plan: Plan, recipe: Recipe, kv: bool) -> tuple[dict[str, Any], list[str]]:
+    """The new quantization_config, with what it keeps of the source's, and the keys that it cannot."""
+    old, po2 = schema.stored_quantization(source), recipe.rule.scale_format == "po2"
+    quantization, lost = carry_over(old, plan.quantization_config(recipe), powers_of_two=po2)
+    quantization |= {"kv_cache_scheme": KV_CACHE_SCHEME} if kv and plan.layout == "ct" else {}
+    return quantization, lost
 
 
 def summarize(
@@ -180,7 +192,10 @@ def finish_folder(
 
 def write_config(config: dict[str, Any], folder: Path, quantization: dict[str, Any] | None) -> None:
     """config.json with this quantization_config (None: without one), in place of what it had before."""
-    kept = {k: v for k, v in config.items() if k not in ("quantization_config", "compression_config")}
+    gone = ("quantization_config", "compression_config")
+    kept = {k: v for k, v in config.items() if k not in gone}
+    if isinstance(kept.get("text_config"), dict):
+        kept["text_config"] = {k: v for k, v in kept["text_config"].items() if k not in gone}
     if quantization is not None:
         kept["quantization_config"] = quantization
     atomic_write(folder / "config.json", json.dumps(kept, indent=2, ensure_ascii=False).encode() + b"\n")

@@ -17,7 +17,14 @@ from octavo.base.errors import CheckpointError, ConfigError
 from octavo.formats.architectures import CONV1D_TYPES, STACKED_LAYOUT, W_NAMES, role
 from octavo.formats.codec import decode
 from octavo.formats.scaled import ScaledTensor
-from octavo.store.schema import INPUT_SCALE, SCALE_NAMES, StoredScheme, parse_quantization_config, read_scaled
+from octavo.store.schema import (
+    INPUT_SCALE,
+    SCALE_NAMES,
+    StoredScheme,
+    parse_quantization_config,
+    read_scaled,
+    stored_quantization,
+)
 from octavo.store.tensors import Checkpoint
 
 _STACK = re.compile(
@@ -95,21 +102,20 @@ def find_pieces(checkpoint: Checkpoint, *, dequantize: bool = False) -> list[Pie
 def _stored_scheme(checkpoint: Checkpoint, dequantize: bool) -> StoredScheme | None:
     """The scheme to dequantize with; None for a model in 16 or 32 bit; CheckpointError for what must not pass."""
     float8 = next((name for name in checkpoint if is_float8(checkpoint.dtype(name))), None)
-    if not checkpoint.config.get("quantization_config") and not checkpoint.config.get("compression_config"):
+    stored = stored_quantization(checkpoint)
+    if not stored:
         if float8 is None:
             return None
         got = f"{checkpoint.dtype(float8)} in {float8} without a quantization_config"
         raise CheckpointError(f"{checkpoint.folder}", got=got, need="16 or 32 bit weights")
     if not dequantize:
-        config = checkpoint.config.get("quantization_config") or {}
-        method = config.get("quant_method") if isinstance(config, dict) else None
         raise CheckpointError(
             f"{checkpoint.folder} is quantized already",
-            got=f"quant_method {method!r}",
+            got=f"quant_method {stored.get('quant_method')!r}",
             need="16 or 32 bit weights",
-            fix="Quantize the original model, or use --fp8-input dequantize, which keeps the error that FP8 made.",
+            fix="Quantize the original model, or use `octavo requantize`, which keeps the error that FP8 made.",
         )
-    return parse_quantization_config(checkpoint.config)
+    return parse_quantization_config(stored)
 
 
 def is_float8(dtype: torch.dtype) -> bool:

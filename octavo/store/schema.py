@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from octavo.base.errors import CheckpointError, ConfigError
+from octavo.base.report import UNREADABLE, read_json
 from octavo.formats.fitting import SERVABLE, served_activation
 from octavo.formats.granularity import Granularity, PerBlock, PerRow, PerTensor
 from octavo.formats.recipe import Assignment, Recipe
@@ -204,6 +205,24 @@ def validate_ct(config: Mapping[str, Any]) -> None:
         raise ConfigError("quantization_config", got=" ".join(str(error).split())[:300]) from None
 
 
+def stored_quantization(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The quantization_config of a folder, from wherever it is: config.json, the language model's part of it, or
+    ModelOpt's hf_quant_config.json. {} for a model in 16 bit; CheckpointError for a file that cannot be read."""
+    for config in (checkpoint.config, checkpoint.text_config):
+        for key in ("quantization_config", "compression_config"):
+            if config.get(key):
+                return config[key] if isinstance(config[key], dict) else {"quant_method": None}
+    path = checkpoint.folder / "hf_quant_config.json"
+    try:
+        value = read_json(path)
+    except FileNotFoundError:
+        return {}
+    except UNREADABLE as error:
+        raise CheckpointError(f"{path}", got=" ".join(str(error).split())[:200], need="JSON") from None
+    inner = value.get("quantization") if isinstance(value, dict) else None
+    return {"quant_method": "modelopt", **inner} if isinstance(inner, dict) else {}
+
+
 def parse_quantization_config(config: Mapping[str, Any]) -> StoredScheme:
     """config.json, or its quantization_config, -> what the files hold. CheckpointError for methods that are not FP8."""
     inner = config if "quant_method" in config else config.get("quantization_config", config.get("compression_config"))
@@ -250,7 +269,9 @@ def _parse_native(config: Mapping[str, Any]) -> StoredScheme:
     granularity = PerBlock(*block) if block else PerTensor()
     activation = "static" if static else "group128" if block else "token"
     skip = tuple(config.get("ignored_layers") or config.get("modules_to_not_convert") or ())
-    return StoredScheme("native", (StoredGroup(granularity, activation),), skip)
+    return StoredScheme(
+        "native", (StoredGroup(granularity, activation),), skip, bool(config.get("kv_cache_quant_algo"))
+    )
 
 
 def _parse_modelopt(config: Mapping[str, Any]) -> StoredScheme:
@@ -309,7 +330,7 @@ def read_scaled(checkpoint: Checkpoint, module: str, scheme: StoredScheme | None
 
     scheme: the checkpoint's, parsed once by the caller; None parses it here.
     """
-    scheme = scheme or parse_quantization_config(checkpoint.config)
+    scheme = scheme or parse_quantization_config(stored_quantization(checkpoint))
     weight = checkpoint.get(f"{module}.weight")
     if weight.dtype != torch.float8_e4m3fn:
         raise CheckpointError(f"tensor {module}.weight", got=str(weight.dtype), need="float8_e4m3fn")

@@ -3,6 +3,7 @@ numbers right? Static: no GPU and no engine is needed. The knowledge is in rules
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Literal
 
@@ -196,7 +197,8 @@ def _judge_all(
         out.warn("unknown-version", f"--engine-version {version}", text, "Trust the verdict less, or update Octavo.")
     results: list[tuple[HardwareCaps, Findings, Judgement]] = []
     for caps in gpus:
-        local = Findings(engine)
+        asked = f"{engine}:{caps.tag}" + (f" --tp {config.tp}" if config.tp > 1 else "")
+        local = Findings(engine, asked)
         target = Target(engine, parse_version(version), caps.sm, config.tp)
         judgement = judge(engine, model, scheme, target, local)
         if not config.quick:
@@ -239,6 +241,12 @@ def _worse(report: EngineReport, base: Verdict) -> EngineReport:
     return report.model_copy(update={"verdict": worst})
 
 
+def _addressed(finding: Finding, folder: Path) -> Finding:
+    """Commands of a fix with this folder, to be copied."""
+    fix = finding.fix.replace(" DIR ", f" {shlex.quote(str(folder))} ")
+    return finding.model_copy(update={"fix": fix})
+
+
 def _report(
     config: VerifyConfig,
     findings: list[Finding],
@@ -249,7 +257,7 @@ def _report(
     return VerifyReport(
         folder=str(config.folder),
         verdict=verdict(findings),
-        findings=sorted(findings, key=lambda f: ORDER[f.severity]),
+        findings=sorted((_addressed(f, config.folder) for f in findings), key=lambda f: ORDER[f.severity]),
         engines=engines,
         reference_error=errors,
         probe=probe or {},

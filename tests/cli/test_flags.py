@@ -22,6 +22,7 @@ CONFIGS = {
     "quantize": "octavo.workflows.quantize:QuantizeConfig",
     "quickstart": "octavo.pipelines.quickstart:QuickstartConfig",
     "tune": "octavo.pipelines.tune:TuneConfig",
+    "requantize": "octavo.workflows.requantize:RequantizeConfig",
     "serve": "octavo.workflows.serve:ServeConfig",
     "verify": "octavo.workflows.verify:VerifyConfig",
 }

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import torch
 
-from octavo.workflows.rules.findings import CONFIG, REPAIR, REQUANTIZE, Findings, Severity
+from octavo.workflows.rules.findings import CONFIG, REPAIR, REQUANTIZE, WRITE_ANEW, Findings, Severity
 from octavo.workflows.rules.model import (
     EIGHT_BIT,
     INPUT_SCALES,
@@ -118,7 +118,7 @@ def _compare_plain(module: Module, why: str, voice: Voice, out: Findings) -> Non
     for leaf, stored in module.leaves.items():
         if leaf in ("weight", "bias", "") and stored.dtype in EIGHT_BIT - {torch.uint8, torch.int8}:
             text = f"{voice.name} builds {module.name} in 16 bit{reason}, so its FP8 codes would be taken for weights."
-            out.error("codes-as-weights", stored.name, text, f"{REQUANTIZE} It keeps this module in 16 bit.")
+            out.error("codes-as-weights", stored.name, text, WRITE_ANEW)
     weight = module.weight
     left = [s for leaf, s in module.leaves.items() if leaf in (*WEIGHT_SCALES, *INPUT_SCALES)]
     if left and weight is not None and weight.dtype in SIXTEEN_BIT and module.role != "other":

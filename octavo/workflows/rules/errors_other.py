@@ -10,7 +10,7 @@ OTHER_ERRORS = (
         "Parameter model.layers.0.mlp.down_proj.weight_scale not found in params_dict",
         "SGLang's Llama loader renames weight_scale_inv to weight_scale and then drops native block scales: the server "
         "starts and talks nonsense.",
-        "Write compressed-tensors: `octavo quantize DIR OUT --layout ct`, a lossless rename.",
+        "Write compressed-tensors, a lossless rename: `octavo requantize DIR OUT --for sglang:GPU`.",
     ),
     KnownError(
         "sglang-weight-only-block", "SGLang", r"Unsupported weight strategy",

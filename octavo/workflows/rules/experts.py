@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from octavo.workflows.rules.engine import Built, Match, Plan, experts_block, listed
-from octavo.workflows.rules.findings import REQUANTIZE, Findings
+from octavo.workflows.rules.findings import WRITE_ANEW, Findings
 from octavo.workflows.rules.model import Model
 from octavo.workflows.rules.scheme import Weights
 
@@ -38,7 +38,7 @@ def stacked_only(model: Model, families: frozenset[str], name: str, plan: Plan, 
         f"{name} loads the experts of {model.model_type} only from stacked parameters; {len(found)} stored per "
         "expert are dropped, and the experts stay uninitialised."
     )
-    fix = "Keep the experts in 16 bit: `octavo quantize MODEL OUT --skip '*experts*'`."
+    fix = WRITE_ANEW
     first = found[0].weight
     out.error("experts-dropped", first.name if first else found[0].name, text, fix)
     plan.refused.update(m.name for m in found)
@@ -54,11 +54,11 @@ def check_schemes(result: Plan, out: Findings) -> None:
     for block, leaves in blocks.items():
         if len(set(leaves.values())) > 1:
             text = "All MoE projections need to have same quantization scheme but found multiple."
-            out.error("expert-schemes", block, text, REQUANTIZE)
+            out.error("expert-schemes", block, text, WRITE_ANEW)
         for weights in leaves.values():
             problem = _unsupported(weights) if weights is not None else ""
             if problem:
-                out.error("expert-schemes", block, problem, REQUANTIZE)
+                out.error("expert-schemes", block, problem, WRITE_ANEW)
 
 
 def _unsupported(weights: Weights) -> str:

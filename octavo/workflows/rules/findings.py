@@ -15,6 +15,8 @@ Verdict = Literal["ok", "warn", "error"]
 EXAMPLES = 20
 
 REQUANTIZE = "Quantize the 16-bit model again: `octavo quantize MODEL OUT`."
+# TARGET becomes the engine, GPU and tensor-parallel size that were asked about, DIR the folder.
+WRITE_ANEW = "Other codes or scales: `octavo requantize DIR OUT --for TARGET`."
 REPAIR = "Lossless repair: `octavo verify DIR --fix OUT`."
 CONFIG = "Change config.json, or let `octavo verify DIR --fix OUT` do it."
 
@@ -36,10 +38,13 @@ class Finding(pydantic.BaseModel):
 
 
 class Findings:
-    """Collects findings; of one code for one engine it keeps the first EXAMPLES and counts the rest."""
+    """Collects findings; of one code for one engine it keeps the first EXAMPLES and counts the rest.
 
-    def __init__(self, engine: str = "") -> None:
-        self.engine = engine
+    target: what `octavo requantize --for` would have to be told.
+    """
+
+    def __init__(self, engine: str = "", target: str = "") -> None:
+        self.engine, self.target = engine, target or f"{engine or 'ENGINE'}:GPU"
         self._kept: list[Finding] = []
         self._seen: Counter[tuple[Severity, str]] = Counter()
         self._said: set[tuple[str, str, str]] = set()
@@ -51,6 +56,7 @@ class Findings:
         self._said.add((code, where, message))
         self._seen[severity, code] += 1
         if self._seen[severity, code] <= EXAMPLES:
+            fix = fix.replace("--for TARGET", f"--for {self.target}")
             finding = Finding(severity=severity, code=code, where=where, message=message, fix=fix, engine=self.engine)
             self._kept.append(finding)
 

@@ -10,7 +10,7 @@ import torch
 
 from octavo.workflows.rules import sglang, transformers, vllm
 from octavo.workflows.rules.engine import Plan, Target, Voice, compare
-from octavo.workflows.rules.findings import CONFIG, REQUANTIZE, Findings
+from octavo.workflows.rules.findings import CONFIG, WRITE_ANEW, Findings
 from octavo.workflows.rules.kernels import CPU, NONE, SM, Kernel, kernel_for, kind_of
 from octavo.workflows.rules.kv_cache import check_kv_cache
 from octavo.workflows.rules.model import Model
@@ -132,17 +132,17 @@ def _kernel_notes(
         if kernel is NONE:
             if target.sm == CPU:
                 text = f"No {kind} kernel for CPUs is known; compressed-tensors by channel is the one that runs there."
-                out.warn("no-cpu-kernel", where, text, "`octavo quantize MODEL OUT --scheme channel`.")
+                out.warn("no-cpu-kernel", where, text, WRITE_ANEW)
             continue
         if engine == "vllm" and kind == "block" and target.sm == (8, 9):
             text = (
                 "Block scales (weight_block_size 128x128) run weight-only (W8A16, Marlin) on SM89: vLLM has no block "
                 "W8A8 kernel for Ada. Channel scales use the FP8 units."
             )
-            out.warn("block-on-ada", where, text, "`octavo quantize MODEL OUT --scheme channel`.")
+            out.warn("block-on-ada", where, text, WRITE_ANEW)
         elif engine == "vllm" and kind.endswith("block") and target.sm == CPU:
             text = "Failed to find a kernel: block scales on a CPU need AMX tile support."
-            out.warn("no-cpu-kernel", where, text, "`octavo quantize MODEL OUT --scheme channel`.")
+            out.warn("no-cpu-kernel", where, text, WRITE_ANEW)
         elif kernel.note:
             out.info("kernel", where, f"{kind}: {kernel.name}, {kernel.mode}: {kernel.note}.")
 
@@ -164,14 +164,14 @@ def _whole_blocks(
                 f"K = {cols} is no multiple of {size}: activations cannot be quantized in whole groups, and "
                 f"{voice.name} stops in the first forward pass."
             )
-            out.error("ragged-k", module.weight.name, text, "Keep the module in 16 bit, or give it channel scales.")
+            out.error("ragged-k", module.weight.name, text, WRITE_ANEW)
         elif kernel.mode == "w8a16":
             text = f"K = {cols} is no multiple of {size}; weight-only kernels pad it, W8A8 kernels stop."
             out.info("ragged-k", module.weight.name, text)
     sizes = {w.block for b in plan.modules.values() if (w := b.weights) and w.block and w.block != (128, 128)}
     for block in sorted(sizes):
         text = f"Blocks of {block[0]}x{block[1]}: only the Triton kernels take other sizes than 128x128."
-        out.warn("block-size", plan.scheme.key, text, REQUANTIZE)
+        out.warn("block-size", plan.scheme.key, text, WRITE_ANEW)
 
 
 def _dtype(engine: str, model: Model, plan: Plan, kernels: dict[str, Kernel], out: Findings) -> None:
@@ -193,6 +193,6 @@ def _tensor_parallel(engine: str, model: Model, plan: Plan, target: Target, out:
     refine = engine == "vllm" and plan.scheme.method == "fp8" and target.version >= vllm.REFINE_SINCE
     last_exempt = engine == "vllm" or plan.scheme.method == "compressed-tensors"
     for code, where, message in split_problems(model, plan, target.tp, last_exempt=last_exempt, refine=refine):
-        fix = "Use a smaller --tp, or channel scales: `octavo quantize MODEL OUT --scheme channel`."
+        fix = f"Use a smaller --tp. {WRITE_ANEW}"
         out.error(code, where, message, fix)
     return max_tp(model, plan, last_exempt=last_exempt, refine=refine)

@@ -11,7 +11,7 @@ from octavo.formats.granularity import PerBlock
 from octavo.formats.scale import is_power_of_two, power_of_two_above
 from octavo.formats.spec import E4M3
 from octavo.workflows.rules.engine import Plan, experts_block
-from octavo.workflows.rules.findings import REQUANTIZE, Findings
+from octavo.workflows.rules.findings import WRITE_ANEW, Findings
 from octavo.workflows.rules.kernels import Kernel, kind_of
 from octavo.workflows.rules.model import Model, Module
 
@@ -24,9 +24,14 @@ RATIO_WARN = 4.0
 PO2_MARK = ("UE8M0", "powers of two")
 
 
+def rounds_scales(kernel: Kernel) -> bool:
+    """Whether a kernel wants powers of two for block scales and makes them itself."""
+    return any(mark in f"{kernel.name} {kernel.note}" for mark in PO2_MARK)
+
+
 def check_po2(model: Model, plan: Plan, kernels: dict[str, Kernel], out: Findings) -> None:
     """The loss where a kernel rounds block scales up to powers of two and requantizes the weights."""
-    marked = {kind for kind, k in kernels.items() if any(m in f"{k.name} {k.note}" for m in PO2_MARK)}
+    marked = {kind for kind, kernel in kernels.items() if rounds_scales(kernel)}
     errors: list[float] = []
     odd, first = 0, ""
     for name, built in plan.modules.items():
@@ -105,7 +110,7 @@ def check_merged_scales(model: Model, plan: Plan, kernels: dict[str, Kernel], na
             f"{name} requantizes the merged {fused} with the largest of its {len(members)} scales; they differ by "
             f"{ratio:.3g}, which adds {error:.1%} of error to {worst.name}."
         )
-        fix = f"Give merged shards one common scale, or use channel scales. {REQUANTIZE}"
+        fix = f"Give merged shards one common scale, or use channel scales. {WRITE_ANEW}"
         out.add("warn" if ratio > RATIO_WARN else "info", "merged-scale-ratio", worst.name, text, fix)
 
 

@@ -145,7 +145,7 @@ def _config(model: Model, scheme: Scheme, work: Repair) -> dict[str, Any]:
     elif scheme.method == "modelopt":
         body = raw.pop("quantization", None)
         if isinstance(body, dict):
-            raw |= {"quant_algo": body.get("quant_algo"), "kv_cache_quant_algo": body.get("kv_cache_quant_algo")}
+            raw |= {key: value for key, value in body.items() if key != "exclude_modules"}
         raw["quant_method"] = "modelopt"
         _skip_list(raw, "ignore", skip, work)
     else:
@@ -175,7 +175,7 @@ def _native(raw: dict[str, Any], model: Model, scheme: Scheme, work: Repair) -> 
     block = next((g[1] for g in grids if isinstance(g[1], PerBlock)), None)
     if any(isinstance(g[1], PerRow) for g in grids):
         raise CheckpointError(
-            "--fix", got="native fp8 with one scale per row", fix="octavo quantize DIR OUT --layout ct"
+            "--fix", got="native fp8 with one scale per row", fix="Use `octavo requantize DIR OUT --for ENGINE:GPU`."
         )
     if block is not None and "weight_block_size" not in raw:
         raw["weight_block_size"] = [block.rows, block.cols]

@@ -24,7 +24,7 @@ from octavo.workflows.rules.engine import (
     modelopt_parts,
 )
 from octavo.workflows.rules.experts import GENERIC_LEAF, check_schemes, listed_inside, stacked_experts, stacked_only
-from octavo.workflows.rules.findings import CONFIG, REQUANTIZE, Findings
+from octavo.workflows.rules.findings import CONFIG, REQUANTIZE, WRITE_ANEW, Findings
 from octavo.workflows.rules.model import Model, Module
 from octavo.workflows.rules.scheme import Group, Scheme
 
@@ -103,7 +103,7 @@ def _renamed_scales(model: Model, result: Plan, out: Findings) -> None:
         f"SGLang's loader for {model.architecture} renames every weight_scale_inv to weight_scale, finds no such "
         f"parameter and drops all {len(found)} block scales without stopping."
     )
-    fix = "Write compressed-tensors for SGLang: `octavo quantize DIR OUT --layout ct`, a lossless rename."
+    fix = f"A rename to compressed-tensors is lossless. {WRITE_ANEW}"
     out.error("scales-dropped", found[0].leaves["weight_scale_inv"].name, text, fix)
     result.refused.update(m.name for m in found)
 
@@ -117,7 +117,7 @@ def _merged(model: Model, skip: tuple[str, ...], match: Match, text: str, result
             odd = [m.name for m, s in zip(members, skipped, strict=True) if s]
             where = f"{odd[0]} (merged into {fused})"
             out.error(
-                "partial-fusion", where, f"Only {', '.join(odd)} in the skip list. {text.format(fused)}", REQUANTIZE
+                "partial-fusion", where, f"Only {', '.join(odd)} in the skip list. {text.format(fused)}", WRITE_ANEW
             )
             result.refused.update(m.name for m in members)
 
@@ -156,14 +156,14 @@ def _fused(
         if not all(skipped):
             where = f"{odd[0]} (merged into {fused})"
             text = f"Only {', '.join(odd)} in the ignore list. {CT_SHARDS_ERROR.format(fused)}"
-            out.error("partial-fusion", where, text, REQUANTIZE)
+            out.error("partial-fusion", where, text, WRITE_ANEW)
             result.refused.update(m.name for m in members)
         return Built(None, "in the ignore list")
     by_shard = [next((g for t, g in targets if exact_or_regex(t, m.name)), None) for m in members]
     named = [g for g in by_shard if g is not None]
     if len(named) == len(members) and any(g.weights != named[0].weights for g in named):
         schemes = ", ".join(f"{m.leaf}: {g.weights}" for m, g in zip(members, named, strict=True))
-        out.error("mixed-schemes", where, f"One merged matrix cannot use two schemes ({schemes}).", REQUANTIZE)
+        out.error("mixed-schemes", where, f"One merged matrix cannot use two schemes ({schemes}).", WRITE_ANEW)
         result.refused.update(m.name for m in members)
     found = next((g for t, g in targets if exact_or_regex(t, fused)), None)
     found = found or next((g for t, g in targets if _names_class(t, members[0])), None)
@@ -192,7 +192,7 @@ def _module(module: Module, name: str, scheme: Scheme, targets: list[tuple[str, 
         named = next((g for t, g in targets if exact_regex_or_suffix(t, name)), None)
         if named is not None and named.weights is not None and named.weights.block:
             text = "SGLang splits the head by vocabulary rows and cannot split a block scale that way."
-            out.error("head-block", module.name, text, REQUANTIZE)
+            out.error("head-block", module.name, text, WRITE_ANEW)
         return built_by(named) if named is not None else Built(None, "no target names the head")
     if module.role == "router":
         return Built(None, "SGLang builds routers in 16 bit")
@@ -216,7 +216,7 @@ def _check_groups(scheme: Scheme, target: Target, out: Findings) -> None:
                 "Unsupported weight strategy=block: below SM89, and for weight-only checkpoints, SGLang's "
                 "compressed-tensors path takes tensor and channel scales only."
             )
-            fix = "Quantize by channel: `octavo quantize MODEL OUT --scheme channel`."
+            fix = WRITE_ANEW
             out.error("block-weight-only", f"{where}.weights.strategy", text, fix)
 
 
@@ -225,7 +225,7 @@ def _modelopt(model: Model, scheme: Scheme, result: Plan, out: Findings) -> None
     if scheme.format != "FP8":
         if scheme.format is not None:
             text = f"ModelOptFp8Config only supports regular FP8 quantization, but found {scheme.format!r}."
-            out.error("quant-algo", f"{scheme.key}.quant_algo", text, REQUANTIZE)
+            out.error("quant-algo", f"{scheme.key}.quant_algo", text, WRITE_ANEW)
         return
     weights = scheme.weights
     assert weights is not None

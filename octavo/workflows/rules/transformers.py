@@ -22,7 +22,7 @@ from octavo.workflows.rules.engine import (
     transformers_skip,
 )
 from octavo.workflows.rules.experts import stacked_only
-from octavo.workflows.rules.findings import CONFIG, REQUANTIZE, Findings
+from octavo.workflows.rules.findings import CONFIG, WRITE_ANEW, Findings
 from octavo.workflows.rules.model import Model, Module
 from octavo.workflows.rules.scheme import Group, Scheme, Weights
 
@@ -55,7 +55,7 @@ def plan(model: Model, scheme: Scheme, target: Target, out: Findings) -> Plan:
             "Transformers does not know quant_method modelopt: it loads the folder with no more than a load report "
             "and takes the FP8 codes for weights."
         )
-        fix = "Quantize the 16-bit model as compressed-tensors: `octavo quantize MODEL OUT --layout ct`."
+        fix = f"Compressed-tensors is what it reads. {WRITE_ANEW}"
         out.error("quant-method", f"{scheme.key}.quant_method modelopt", text, fix)
         result.refused.update(model.modules)
         return result
@@ -126,13 +126,13 @@ def _ragged(model: Model, result: Plan, out: Findings) -> None:
                 text = (
                     f"Weight shape {list(weight.shape)} not divisible by scale grid {list(scale.shape)}: loading stops."
                 )
-                out.error("ragged-dequantize", weight.name, text, REQUANTIZE)
+                out.error("ragged-dequantize", weight.name, text, WRITE_ANEW)
             else:
                 text = (
                     f"On this device the model is dequantized, with blocks of {extent // count} instead of {size} "
                     f"({extent} / {count} scales): most values get the wrong scale."
                 )
-                out.error("ragged-dequantize", weight.name, text, REQUANTIZE)
+                out.error("ragged-dequantize", weight.name, text, WRITE_ANEW)
 
 
 def _mixed_experts(model: Model, result: Plan, out: Findings) -> None:
@@ -148,7 +148,7 @@ def _mixed_experts(model: Model, result: Plan, out: Findings) -> None:
             text = (
                 f"{len(plain)} of {len(modules)} {leaf} of {block} have no scale: stacked, scales reach wrong experts."
             )
-            out.error("mixed-experts", plain[0].name, text, REQUANTIZE)
+            out.error("mixed-experts", plain[0].name, text, WRITE_ANEW)
             result.refused.update(m.name for m in modules)
 
 
@@ -162,7 +162,7 @@ def _compressed_tensors(model: Model, scheme: Scheme, result: Plan, out: Finding
     blocks = [n for n, b in result.modules.items() if b.weights and b.weights.block and experts_block(n)]
     if blocks:
         text = "Transformers multiplies experts by their scale as it is stored: block scales do not fit, it stops."
-        out.error("expert-blocks", f"{blocks[0]}.weight_scale", text, "Give experts channel scales.")
+        out.error("expert-blocks", f"{blocks[0]}.weight_scale", text, WRITE_ANEW)
         result.refused.update(blocks)
     head = Module("lm_head", "head")
     if model.tied and _ct_module(head, scheme, targets, model).weights is not None:

@@ -25,7 +25,7 @@ from octavo.workflows.rules.engine import (
     modelopt_exclude,
 )
 from octavo.workflows.rules.experts import check_schemes, listed_inside, stacked_experts, stacked_only
-from octavo.workflows.rules.findings import CONFIG, REQUANTIZE, Findings
+from octavo.workflows.rules.findings import CONFIG, REQUANTIZE, WRITE_ANEW, Findings
 from octavo.workflows.rules.model import Model, Module
 from octavo.workflows.rules.scheme import CODE_FORMATS, Group, Scheme
 
@@ -138,7 +138,7 @@ def _agree(fused: str, members: list[Module], skipped: list[bool], text: str, re
     if any(skipped) and not all(skipped):
         odd = [m.name for m, s in zip(members, skipped, strict=True) if s]
         where = f"{odd[0]} (merged into {fused})"
-        out.error("partial-fusion", where, f"Only {', '.join(odd)} in the skip list. {text.format(fused)}", REQUANTIZE)
+        out.error("partial-fusion", where, f"Only {', '.join(odd)} in the skip list. {text.format(fused)}", WRITE_ANEW)
         result.refused.update(m.name for m in members)
 
 
@@ -221,7 +221,7 @@ def _fused_target(
     if len(found) == len(names) and any(g.weights != found[0].weights for g in found):
         schemes = ", ".join(f"{m.leaf}: {g.weights}" for m, g in zip(members, found, strict=True))
         where = f"{members[-1].name} (merged into {fused})"
-        out.error("mixed-schemes", where, f"One merged matrix cannot use two schemes ({schemes}).", REQUANTIZE)
+        out.error("mixed-schemes", where, f"One merged matrix cannot use two schemes ({schemes}).", WRITE_ANEW)
         result.refused.update(m.name for m in members)
     if direct is not None or len(found) == len(names):
         return built_by(direct or found[0])
