@@ -4,6 +4,8 @@
     python benchmarks/quality.py plain_rounding   one of them
     python benchmarks/quality.py --tokens 2048    a quick look; figures of the full protocol need 12,288
 
+More of compensated rounding, on any model and beside rivals: benchmarks/rounding.py.
+
 A line holds the figures, the expected ones, where they come from, and `agrees`; the exit code is 1 if one does not.
 """
 

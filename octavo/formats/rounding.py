@@ -19,8 +19,11 @@ from octavo.formats.granularity import Granularity
 from octavo.formats.spec import FloatSpec
 
 BLOCK = 128  # columns whose corrections are applied at once, by one GEMM
-DAMPING = 0.01  # of the mean diagonal of H; GPTQ's own default
-MOST_DAMPING = 1.0e3
+# Of the mean diagonal of H, in both passes: the moments are those of a few thousand tokens, and codes that fit them
+# exactly fit others less. Against GPTQ's 0.01 in the first pass alone, on five linears of SmolLM2-135M, 9,216 tokens,
+# other text: 0.8 to 1.05 times the error of the outputs.
+DAMPING = 0.05
+MOST_DAMPING = 1.0  # beyond it, H is no sum of squares: rounding errors of float32 sums need far less
 
 
 @dataclass(frozen=True)
@@ -28,8 +31,8 @@ class Curvature:
     """What a layer's inputs say about its weights, factorized once for all rows. Everything is in `order`.
 
     order: int64 [K], columns by falling diagonal of H. moments: H, float32 [K, K], zero for dead inputs.
-    inverse: upper U with U^T U = (H + damping * mean diagonal)^-1. live: bool [K], False for inputs that were always
-    zero. damping: what the factorization needed, as a share of the mean diagonal.
+    inverse: upper U with U^T U = (H + ridge)^-1. live: bool [K], False for inputs that were always zero.
+    damping: what the factorization needed, as a share of the mean diagonal; ridge: float32 scalar, that much of it.
     """
 
     order: torch.Tensor
@@ -37,17 +40,21 @@ class Curvature:
     inverse: torch.Tensor
     live: torch.Tensor
     damping: float
+    ridge: torch.Tensor
 
     @classmethod
     def of(cls, moments: torch.Tensor, damping: float = DAMPING) -> Curvature:
-        """moments [K, K] = sum of w x x^T over tokens x with weights w, any positive factor. DataError if not finite.
+        """moments [K, K] = sum of w x x^T over tokens x with weights w, any positive factor.
 
-        Damping grows tenfold until the factorization succeeds.
+        Damping grows tenfold until the factorization succeeds. DataError for what no tokens can add up to: NaN or Inf,
+        negative squares, or a matrix that is far from positive semidefinite.
         """
         if moments.dim() != 2 or moments.shape[0] != moments.shape[1]:
             raise ShapeError("second moments", got=str(list(moments.shape)), need="a square matrix")
         if not bool(torch.isfinite(moments).all()):
             raise DataError("second moments hold NaN or Inf", fix="Look for NaN in the calibration activations.")
+        if bool((moments.diagonal() < 0).any()):
+            raise DataError("second moments", got="a negative diagonal", need="sums of squares", fix="Calibrate again.")
         h = moments.float()
         order = torch.argsort(h.diagonal(), descending=True, stable=True)
         h = h[order][:, order]
@@ -59,9 +66,10 @@ class Curvature:
             if int(info) == 0:
                 upper, info = torch.linalg.cholesky_ex(torch.cholesky_inverse(factor), upper=True)
                 if int(info) == 0 and bool(torch.isfinite(upper).all()):
-                    return cls(order, h, upper, live, damping)
+                    return cls(order, h, upper, live, damping, damping * mean)
             damping *= 10
-        raise DataError("second moments cannot be factorized", fix="Calibrate on more, and more varied, text.")
+        need = "a positive semidefinite matrix, as sums over tokens are"
+        raise DataError("second moments cannot be factorized", need=need, fix="Calibrate again.")
 
 
 @dataclass(frozen=True)
@@ -109,7 +117,7 @@ def compensated(
     special = ~torch.isfinite(w)
     w = w.masked_fill(special, 0.0)
     y = _compensate(w, s, curvature.inverse, spec)
-    y = _descend(w, s, y, h, spec, sweeps)
+    y = _descend(w, s, y, h + torch.diag(curvature.live * curvature.ridge), spec, sweeps)
     y = torch.where(curvature.live & ~special, y, plain)
 
     zero = w.new_zeros(())

@@ -1,0 +1,48 @@
+"""One rival's FP8 checkpoint, made in its own environment; benchmarks/rounding.py runs this file with its python.
+
+    ENV/bin/python benchmarks/rounding_rival.py MODEL OUT RECIPE TOKENS.json      ENV: scripts/rival_env.sh ENV makes it
+
+RECIPE: fp8_dynamic, fp8_block, gptq, gptq_block, smoothquant_gptq. TOKENS.json: calibration windows, lists of ids.
+The last line of stdout is JSON: seconds of loading, calibrating, quantizing and saving, imports left out.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from llmcompressor import oneshot
+from llmcompressor.modifiers.gptq import GPTQModifier
+from llmcompressor.modifiers.quantization import QuantizationModifier
+from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+COMMON = {"targets": "Linear", "ignore": ["lm_head"]}
+RECIPES = {
+    "fp8_dynamic": lambda: [QuantizationModifier(scheme="FP8_DYNAMIC", **COMMON)],
+    "fp8_block": lambda: [QuantizationModifier(scheme="FP8_BLOCK", **COMMON)],
+    "gptq": lambda: [GPTQModifier(scheme="FP8_DYNAMIC", **COMMON)],
+    "gptq_block": lambda: [GPTQModifier(scheme="FP8_BLOCK", **COMMON)],
+    "smoothquant_gptq": lambda: [SmoothQuantModifier(), GPTQModifier(scheme="FP8_DYNAMIC", **COMMON)],
+}
+
+
+def main() -> None:
+    source, out, recipe, tokens = sys.argv[1:]
+    windows = json.loads(Path(tokens).read_text())
+    started = time.perf_counter()
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    options = {}
+    if "fp8" not in recipe:  # those round to nearest and look at no data
+        rows = {"input_ids": windows, "attention_mask": [[1] * len(window) for window in windows]}
+        options = {"dataset": Dataset.from_dict(rows), "num_calibration_samples": len(windows)}
+        options["max_seq_length"] = max(map(len, windows))
+    oneshot(model=model, tokenizer=tokenizer, recipe=RECIPES[recipe](), output_dir=out, **options)
+    print(json.dumps({"seconds": round(time.perf_counter() - started, 2)}))
+
+
+if __name__ == "__main__":
+    main()
