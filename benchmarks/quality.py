@@ -159,10 +159,39 @@ def tune(tokens: int) -> Iterator[dict[str, Any]]:
             }
 
 
+KV_MOST = 0.012  # W8A16, compensated, with scales per token and head: mean KL to the BF16 model with its 16-bit cache
+KV_OF_BF16 = (("one", "16bit"), ("one", "fp8"), ("token-head", "16bit"))
+
+
+def kv(tokens: int) -> Iterator[dict[str, Any]]:
+    """What an FP8 KV cache adds to FP8 weights; and alone, with and without the queries that GPU kernels round."""
+    left_out = {"model", "against", "scheme", "activation", "data", "data_fingerprint", "kv_cache", "attribution"}
+    common = {"tokens": tokens, "kv_cache": "fp8", "attribution_tokens": 0}
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch) / "out"
+        settings = {"rounding": "compensated", "data": "demo", "samples": CALIBRATION_WINDOWS}
+        quantize_checkpoint(QuantizeConfig(model="demo", out=out, **settings))
+        served = {"model": str(out), "against": "demo", "activation": "none", "kv_scale": "token-head"}
+        report = evaluate(EvaluateConfig(**served, **common))
+        yield {
+            "weights": "channel, compensated",
+            "scale": "token-head",
+            "kl_of_the_cache": report.kv_cache.kl,
+            "expected": {"kl": f"<= {KV_MOST}"},
+            "agrees": report.kl <= KV_MOST if tokens == FULL else None,
+            **report.model_dump(exclude=left_out),
+        }
+    for scale, query in KV_OF_BF16:
+        report = evaluate(EvaluateConfig(model="demo", kv_scale=scale, kv_query=query, **common))
+        verdict = {"weights": "bf16", "scale": scale, "query": query, "kv_verdict": report.kv_cache.verdict}
+        yield {**verdict, "agrees": None, **report.model_dump(exclude=left_out)}
+
+
 CLAIMS: dict[str, Callable[[int], Iterator[dict[str, Any]]]] = {
     "plain_rounding": plain_rounding,
     "compensated": compensated,
     "tune": tune,
+    "kv": kv,
     "lora": lora,
 }
 

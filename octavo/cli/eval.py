@@ -56,9 +56,13 @@ def evaluate(
         bool | None, option("What every layer costs alone.", False, None, "--attribution/--no-attribution")
     ] = None,
     attribution_tokens: Annotated[int | None, option("Tokens for that.", 1024)] = None,
+    tasks: Annotated[list[str] | None, option("arithmetic, retrieval, or of lm-eval.", None, "TASK")] = None,
+    task_items: Annotated[int | None, option("Items of a task at most.", 100)] = None,
+    task_folder: Annotated[Path | None, option("More tasks of lm-eval, YAML.", None, "DIR")] = None,
     device: Device = None,
     dtype: Annotated[str | None, option("Arithmetic.", "float32", DTYPES)] = None,
     out: Annotated[Path | None, option("Also write the report here.", None, "FILE")] = None,
+    page: Annotated[Path | None, option("Also write it as an HTML page with charts.", None, "FILE")] = None,
     config: ConfigFile = None,
     json: AsJson = False,
 ) -> Result:
@@ -71,10 +75,14 @@ def evaluate(
 
 
 def _lines(report: EvaluateReport) -> list[object]:
+    from octavo.workflows.evaluate import TASK_COLUMNS
+
     lines: list[object] = [pairs(dict(report.table())), report.verdict]
     if report.attribution:
         rows = [(part.name, part.kl, part.greedy_changed) for part in report.attribution[:SHOWN]]
         lines.append(table(("alone in FP8", "KL", "other first token"), rows))
+    if report.tasks:
+        lines.append(table(TASK_COLUMNS, [tuple(task.model_dump().values()) for task in report.tasks]))
     if kv := report.kv_cache:
         layers = sorted((layer for layer in kv.layers if layer.kl is not None), key=lambda layer: -(layer.kl or 0))
         shown = [(layer.name, layer.kl, layer.greedy_changed, layer.sensitive) for layer in layers[:SHOWN]]

@@ -17,20 +17,25 @@ import pydantic
 import torch
 from torch import nn
 
+from octavo.base import page
 from octavo.base.errors import ConfigError, MismatchError, require_type
-from octavo.base.report import Config, Report
+from octavo.base.report import Config, Report, atomic_write
 from octavo.formats.recipe import Recipe
 from octavo.integrations import measuring
 from octavo.integrations.data import load_data, token_windows
 from octavo.integrations.hub import resolve_model
 from octavo.integrations.kv_check import KVCheck, check_kv_cache
+from octavo.integrations.lm_eval import harness_answers
 from octavo.integrations.moments import moments_for
-from octavo.integrations.scoring import attribution, score, spread
+from octavo.integrations.scoring import Logits, attribution, score, spread
+from octavo.integrations.tasks import BUNDLED, TaskScore, make_task, right_answers
 from octavo.modules.divergence import Divergence
 from octavo.store.kv_report import KVCacheReport, KVScale
 from octavo.store.moments import Moments
 from octavo.store.policy import Policy
 from octavo.store.tensors import Checkpoint
+
+TASK_COLUMNS = ("task", "items", "right", "±", "reference", "lost", "gained", "within noise")
 
 
 class EvaluateConfig(Config):
@@ -46,6 +51,8 @@ class EvaluateConfig(Config):
     kv_limit is the most KL divergence, nats per token, that it may cost. kv_scale, kv_query: see KVCheck.
     attribution: what every layer and kind of linear of an FP8 `model` costs alone, in `against`.
     attribution_tokens: for that, and for the layers of the KV cache; 0 leaves them out.
+    tasks: `arithmetic` and `retrieval`, which come with Octavo, or tasks of lm-eval, also from task_folder; at most
+    task_items of each. out: also write the report there, as JSON; page: as an HTML page with charts.
     """
 
     model: str
@@ -69,14 +76,21 @@ class EvaluateConfig(Config):
     kv_limit: float = pydantic.Field(0.01, gt=0, le=100)
     attribution: bool = False
     attribution_tokens: int = pydantic.Field(1024, ge=0)
+    tasks: tuple[str, ...] = ()
+    task_items: int = pydantic.Field(100, ge=1)
+    task_folder: Path | None = None
     device: str | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
     out: Path | None = None
+    page: Path | None = None
 
     @pydantic.model_validator(mode="after")
     def _settings_go_together(self) -> EvaluateConfig:
         if self.attribution and self.against is None:
             raise ConfigError("attribution", got="no reference", fix="Name the 16-bit model with --against.")
+        if self.kv_cache == "fp8" and (others := set(self.tasks) - set(BUNDLED)):
+            got = f"task '{min(others)}' of lm-eval, which keeps a cache of its own"
+            raise ConfigError("an FP8 KV cache", got=got, need=f"tasks of: {', '.join(BUNDLED)}")
         for name in ("kv_scale", "kv_query"):
             if getattr(self, name) is not None and self.kv_cache == "16bit":
                 raise ConfigError(name, got="a 16-bit KV cache", fix="Add --kv-cache fp8.")
@@ -99,7 +113,7 @@ class EvaluateReport(Report):
     rise_percent of the perplexity, kl in nats per token and its 99th percentile kl_p99, top1: share of positions where
     both put the same token first, lost and gained: share of tokens that only the reference or only the model puts first
     rightly, within_noise: the 95 % interval of the paired difference holds zero. verdict: the same in a sentence.
-    attribution: what each part costs alone, most first. kv_cache: what octavo serve reads.
+    attribution: what each part costs alone, most first. kv_cache: what octavo serve reads. tasks: by exact match.
     """
 
     model: str
@@ -130,6 +144,7 @@ class EvaluateReport(Report):
     verdict: str
     attribution: list[Part] = pydantic.Field(default_factory=list)
     kv_cache: KVCacheReport | None = None
+    tasks: list[TaskScore] = pydantic.Field(default_factory=list)
     seconds: float
 
     def table(self) -> list[tuple[str, str]]:
@@ -189,6 +204,8 @@ def evaluate(config: EvaluateConfig) -> EvaluateReport:
     )
     if config.out:
         report.write(config.out)
+    if config.page:
+        atomic_write(config.page, page_of(report))
     return report
 
 
@@ -196,7 +213,7 @@ def measure(
     config: EvaluateConfig, opened: measuring.Opened, reference: measuring.Opened | None, windows: torch.Tensor
 ) -> dict[str, Any]:
     """The fields of the report that come from tokens, int64 [n, T]."""
-    candidate = partial(measuring.logits, opened.model)
+    candidate: Logits = partial(measuring.logits, opened.model)
     kv, against_16bit = None, None
     if config.kv_cache == "fp8":
         check = KVCheck(
@@ -216,7 +233,27 @@ def measure(
         some = spread(windows, config.attribution_tokens or windows.shape[1])
         parts = attribution(reference.model, opened.model, some).items()
         figures["attribution"] = sorted((_part(name, found) for name, found in parts), key=lambda part: -part.kl)
-    return {**figures, "kv_cache": kv}
+    theirs_16bit = reference or (opened if kv is not None else None)
+    return {**figures, "kv_cache": kv, "tasks": score_tasks(config, opened, candidate, theirs_16bit)}
+
+
+def score_tasks(
+    config: EvaluateConfig, opened: measuring.Opened, candidate: Logits, reference: measuring.Opened | None
+) -> list[TaskScore]:
+    """Every task on the model, and where there is a reference on both, item by item."""
+    ours: dict[str, list[bool]] = {}
+    theirs: dict[str, list[bool]] = {}
+    for name in (task for task in config.tasks if task in BUNDLED):
+        items = make_task(name, config.task_items)
+        ours[name] = right_answers(candidate, opened.tokenizer, items, name)
+        if reference is not None:
+            plain = partial(measuring.logits, reference.model)
+            theirs[name] = right_answers(plain, reference.tokenizer, items, f"{name}, reference")
+    if others := [task for task in config.tasks if task not in BUNDLED]:
+        ours |= harness_answers(opened, others, config.task_items, config.task_folder)
+        if reference is not None:
+            theirs |= harness_answers(reference, others, config.task_items, config.task_folder)
+    return [TaskScore.of(name, right, theirs.get(name)) for name, right in ours.items()]
 
 
 def _part(name: str, found: Divergence) -> Part:
@@ -246,6 +283,32 @@ def recipe_of(config: EvaluateConfig, policy: Policy | None = None) -> Recipe | 
         config.scheme, activation=activation, scale_format=config.scale_format, rounding=config.rounding
     )
     return policy.apply(recipe) if policy else recipe
+
+
+def page_of(report: EvaluateReport) -> bytes:
+    """The report as one HTML file."""
+    against = f" against {report.against}" if report.against else ""
+    parts = [page.verdict(report.verdict), page.table((), report.table())]
+    if report.tasks:
+        rows = [[_cell(value) for value in task.model_dump().values()] for task in report.tasks]
+        parts += [page.heading("Tasks"), page.table(TASK_COLUMNS, rows)]
+    layers = sorted((int(part.name.split()[1]), part) for part in report.attribution if part.name.startswith("layer "))
+    kinds = [part for part in report.attribution if not part.name.startswith("layer ")]
+    for title, named in (("layer", [(str(i), part) for i, part in layers]), ("linear", [(p.name, p) for p in kinds])):
+        if named:
+            bars = [page.Bar(name, part.kl, part.kl_se) for name, part in named]
+            parts.append(page.bar_chart(f"What each {title} costs alone in FP8", title, "KL, nats per token", bars))
+    if kv := report.kv_cache:
+        parts += [page.heading("FP8 KV cache"), page.verdict(f"{kv.verdict}: {kv.reason}.")]
+        bars = [page.Bar(str(k.layer), k.kl, k.kl_se, k.sensitive, k.name) for k in kv.layers if k.kl is not None]
+        if bars:
+            title = "What the FP8 cache of each layer costs alone (sensitive ones marked)"
+            parts.append(page.bar_chart(title, "layer", "KL, nats per token", bars))
+    return page.page(f"octavo eval: {report.model}{against}", parts)
+
+
+def _cell(value: object) -> str:
+    return "-" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
 def alone(model: nn.Module, windows: torch.Tensor) -> dict[str, Any]:

@@ -194,6 +194,24 @@ def test_attribution_finds_the_layer_that_changed(tiny_llama, data, tmp_path):
         run(tiny_llama, data, attribution=True)
 
 
+def test_tasks_and_page(tiny_llama, data, tmp_path):
+    """Bundled tasks on both models, item by item; all that was measured is on the page."""
+    page = tmp_path / "report.html"
+    settings = {"scheme": "channel", "attribution": True, "attribution_tokens": 64, "tokens": 128}
+    settings |= {"tasks": ("arithmetic", "retrieval"), "task_items": 3, "kv_cache": "fp8", "page": page}
+    report = run(tiny_llama, data, against=str(tiny_llama), **settings)
+    assert [(task.name, task.items, task.accuracy) for task in report.tasks] == [
+        ("arithmetic", 3, 0),
+        ("retrieval", 3, 0),
+    ]
+    assert all(task.reference_accuracy == task.lost == task.gained == 0 and task.within_noise for task in report.tasks)
+    text = page.read_text()
+    assert text.count("<svg") == 3 and report.verdict.replace("<", "&lt;") in text
+    assert all(word in text for word in ("arithmetic", "FP8 KV cache", report.kv_cache.verdict, "*.up_proj"))
+    with pytest.raises(ConfigError, match="task 'hellaswag' of lm-eval"):
+        run(tiny_llama, data, kv_cache="fp8", tasks=("arithmetic", "hellaswag"))
+
+
 def test_bad_input(tiny_llama, data, tmp_path):
     with pytest.raises(CheckpointError, match="does not exist"):
         run(tmp_path / "nothing", data)
