@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pydantic
 
+from octavo.base.errors import require_type
 from octavo.base.report import Report
 from octavo.pipelines.trial_report import TrialReport
 from octavo.workflows.plan import PlanConfig, PlanReport, write_run
@@ -30,6 +31,7 @@ class PlanJob(Report):
 
 def plan(config: PlanJobConfig) -> PlanJob:
     """The plan, and the trial if one was asked for; run.yaml then has what the trial confirmed."""
+    require_type("plan: config", config, PlanJobConfig)
     plain = PlanConfig(**{name: getattr(config, name) for name in PlanConfig.model_fields})
     if not config.trial:
         return PlanJob(plan=predict(plain), trial=None)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import pydantic
 
 from octavo import __version__
-from octavo.base.errors import ConfigError, RefusedError
+from octavo.base.errors import ConfigError, RefusedError, require_type
 from octavo.base.report import Config, Report, atomic_write
 from octavo.formats.architectures import role
 from octavo.formats.recipe import Recipe
@@ -145,6 +145,7 @@ def tune(config: TuneConfig, say: Say = silent) -> TuneReport:
     RefusedError: the budget is out of reach within `keep`; the report says how far it got, and there is no policy.
     ConfigError for targets that are none, CheckpointError for a model that is FP8 already, DataError for no text.
     """
+    require_type("tune: config", config, TuneConfig)
     target = Target.parse(config.budget, config.keep)
     job = Tuning(config, say)
     best, predicted = job.within_share(target) if target.budget is None else job.within_budget(target)

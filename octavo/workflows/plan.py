@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import pydantic
 
-from octavo.base.errors import ConfigError
+from octavo.base.errors import ConfigError, require_type
 from octavo.base.report import Config, Report, atomic_write, read_yaml
 from octavo.workflows.planner.memory import Setup
 from octavo.workflows.planner.model import Model
@@ -157,6 +157,7 @@ class PlanReport(Report):
 
 def plan(config: PlanConfig) -> PlanReport:
     """Search and rank; write run.yaml if asked to. ConfigError, CheckpointError: a model or a limit without sense."""
+    require_type("plan: config", config, PlanConfig)
     model = read_model(config.model, config.target_modules)
     steps = None if config.tokens is None else math.ceil(config.tokens / (config.batch * config.context))
     most = None if config.max_memory_per_gpu is None else config.max_memory_per_gpu * GIB

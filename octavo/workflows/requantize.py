@@ -115,6 +115,7 @@ def _db(signal: float, noise: float) -> float | None:
 def requantize(config: RequantizeConfig) -> RequantizeReport:
     """Choose, convert, and say why. RefusedError (exit 1) when no way of writing it would load there."""
     require_type("requantize: config", config, RequantizeConfig)
+    require_type("requantize: config", config, RequantizeConfig)
     engine, version, gpu = config.parts()
     version = version or ENGINES[engine].NEWEST
     target = Target(engine, parse_version(version), caps_named(gpu).sm, config.tp)
