@@ -16,17 +16,18 @@ from octavo.workflows.finetune import FinetuneConfig
 
 
 def workflows():
-    """Every public function of a workflow or pipeline whose first parameter is its Config."""
+    """Every public function of a workflow or pipeline that needs its Config and nothing else."""
     for package in (octavo.workflows, octavo.pipelines):
         for info in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
             if info.ispkg:
                 continue
             module = importlib.import_module(info.name)
             for name, function in inspect.getmembers(module, inspect.isfunction):
-                first = next(iter(inspect.signature(function).parameters.values()), None)
+                names = list(inspect.signature(function).parameters.values())
+                needed = [p.name for p in names if p.default is p.empty] or [p.name for p in names[:1]]
                 public = function.__module__ == info.name and not name.startswith("_")
                 returns = str(inspect.signature(function).return_annotation)
-                if public and first is not None and first.name == "config" and returns.endswith("Report"):
+                if public and needed == ["config"] and returns.endswith("Report"):
                     yield pytest.param(function, id=name)
 
 
