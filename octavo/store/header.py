@@ -91,7 +91,7 @@ def _entry(file: str, name: str, entry: Any, start: int) -> TensorInfo | Problem
         dtype, shape, begin, end = check_shape(entry)
     except (KeyError, TypeError, ValueError):
         return Problem("bad-header", file, name, f"header entry is malformed: {str(entry)[:80]}", "Download it again.")
-    if dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         return Problem("bad-dtype", file, name, f"dtype {dtype} is unknown", "Convert the tensor to BF16 or FP32.")
     info = TensorInfo(DTYPES[dtype], shape, file, start + begin)
     if end - begin != info.nbytes:

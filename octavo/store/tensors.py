@@ -5,6 +5,7 @@ Nothing is read until asked for: opening parses headers, `get` and `rows` return
 
 from __future__ import annotations
 
+import mmap
 import re
 from collections.abc import Iterator
 from math import prod
@@ -38,7 +39,6 @@ class Checkpoint:
     ) -> None:
         self.folder, self.config, self.problems = folder, config, problems
         self._tensors = tensors
-        self._maps: dict[str, torch.Tensor] = {}
 
     @classmethod
     def open(cls, folder: Path | str, *, strict: bool = True) -> Checkpoint:
@@ -142,21 +142,28 @@ class Checkpoint:
         row = prod(info.shape[1:]) * info.dtype.itemsize
         return self._view(info, info.begin + start * row, (stop - start, *info.shape[1:]))
 
+    def matrix(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows start to stop of a tensor [..., N, K] seen as one matrix of all its rows, as a view [stop - start, K]."""
+        info = self.info(name)
+        return self._view(info, info.begin + start * info.shape[-1] * info.dtype.itemsize, (stop - start, info.shape[-1]))
+
     def _view(self, info: TensorInfo, begin: int, shape: tuple[int, ...]) -> torch.Tensor:
-        data = self._map(info.file)[begin : begin + prod(shape) * info.dtype.itemsize]
+        """Only these bytes are mapped (privately), and only while the view lives: its pages count as this process's."""
+        size = prod(shape) * info.dtype.itemsize
+        if not size:
+            return torch.empty(shape, dtype=info.dtype)
+        page = begin - begin % mmap.ALLOCATIONGRANULARITY
+        try:
+            with (self.folder / info.file).open("rb") as file:
+                mapped = mmap.mmap(file.fileno(), begin - page + size, access=mmap.ACCESS_COPY, offset=page)
+        except (OSError, ValueError) as error:
+            fix = "Leave the files alone while they are read."
+            what = f"{self.folder / info.file} changed since it was opened"
+            raise CheckpointError(what, got=str(error), fix=fix) from None
+        data = torch.frombuffer(mapped, dtype=torch.uint8, count=size, offset=begin - page)
         if begin % info.dtype.itemsize:
             data = data.clone()  # torch views a dtype only at offsets that are multiples of its size
-        if not data.numel():
-            return torch.empty(shape, dtype=info.dtype)
         return data.view(info.dtype).reshape(shape)
-
-    def _map(self, file: str) -> torch.Tensor:
-        """The whole file as uint8, mapped privately: its pages belong to the page cache, not to this process."""
-        if file not in self._maps:
-            path = self.folder / file
-            storage = torch.UntypedStorage.from_file(str(path), False, path.stat().st_size)
-            self._maps[file] = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[arg-type]
-        return self._maps[file]
 
 
 def safe_relative(text: object) -> bool:

@@ -61,13 +61,26 @@ def matrix(name, rows, cols):
     return x.bfloat16()
 
 
-def decoder(model_type="llama", *, layers=1, inter=INTER, heads=4, kv=2, dim=64, tie=False, experts=0, root="model"):
+def decoder(
+    model_type="llama",
+    *,
+    layers=1,
+    inter=INTER,
+    heads=4,
+    kv=2,
+    dim=64,
+    tie=False,
+    experts=0,
+    root="model",
+    hidden=HIDDEN,
+    expert_inter=128,
+):
     """A decoder in BF16. experts: a mixture of that many, named as the family names them."""
     names = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe"}
     config = {
         "architectures": [f"{names[model_type]}ForCausalLM"],
         "model_type": model_type,
-        "hidden_size": HIDDEN,
+        "hidden_size": hidden,
         "intermediate_size": inter,
         "num_attention_heads": heads,
         "num_key_value_heads": kv,
@@ -79,27 +92,27 @@ def decoder(model_type="llama", *, layers=1, inter=INTER, heads=4, kv=2, dim=64,
     }
     if experts:
         key = "num_local_experts" if model_type == "mixtral" else "num_experts"
-        config |= {key: experts, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+        config |= {key: experts, "num_experts_per_tok": 2, "moe_intermediate_size": expert_inter}
         if model_type == "mixtral":
-            config["intermediate_size"] = 128
-    folder = Folder(config, {f"{root}.embed_tokens.weight": matrix("embed", VOCAB, HIDDEN)}, [])
+            config["intermediate_size"] = expert_inter
+    folder = Folder(config, {f"{root}.embed_tokens.weight": matrix("embed", VOCAB, hidden)}, [])
     for layer in range(layers):
         at = f"{root}.layers.{layer}"
         shapes = {
-            "q_proj": (heads * dim, HIDDEN),
-            "k_proj": (kv * dim, HIDDEN),
-            "v_proj": (kv * dim, HIDDEN),
-            "o_proj": (HIDDEN, heads * dim),
+            "q_proj": (heads * dim, hidden),
+            "k_proj": (kv * dim, hidden),
+            "v_proj": (kv * dim, hidden),
+            "o_proj": (hidden, heads * dim),
         }
         add(folder, f"{at}.self_attn", shapes)
         for norm in ("q_norm", "k_norm") if model_type.startswith("qwen3") else ():
             folder.tensors[f"{at}.self_attn.{norm}.weight"] = torch.ones(dim).bfloat16()
-        _add_mlp(folder, at, model_type, inter, experts)
+        _add_mlp(folder, at, model_type, (hidden, inter, expert_inter), experts)
         for norm in ("input_layernorm", "post_attention_layernorm"):
-            folder.tensors[f"{at}.{norm}.weight"] = torch.ones(HIDDEN).bfloat16()
-    folder.tensors[f"{root}.norm.weight"] = torch.ones(HIDDEN).bfloat16()
+            folder.tensors[f"{at}.{norm}.weight"] = torch.ones(hidden).bfloat16()
+    folder.tensors[f"{root}.norm.weight"] = torch.ones(hidden).bfloat16()
     if not tie:
-        folder.tensors["lm_head.weight"] = matrix("head", VOCAB, HIDDEN)
+        folder.tensors["lm_head.weight"] = matrix("head", VOCAB, hidden)
     return folder
 
 
@@ -109,15 +122,16 @@ def add(folder, at, shapes):
         folder.linears.append(f"{at}.{leaf}")
 
 
-def _add_mlp(folder, at, model_type, inter, experts):
+def _add_mlp(folder, at, model_type, sizes, experts):
+    hidden, inter, expert_inter = sizes
     if not experts:
-        add(folder, f"{at}.mlp", dict(zip(MLP, [(inter, HIDDEN), (inter, HIDDEN), (HIDDEN, inter)], strict=True)))
+        add(folder, f"{at}.mlp", dict(zip(MLP, [(inter, hidden), (inter, hidden), (hidden, inter)], strict=True)))
         return
     block, leaves = ("block_sparse_moe", ("w1", "w3", "w2")) if model_type == "mixtral" else ("mlp", MLP)
-    folder.tensors[f"{at}.{block}.gate.weight"] = matrix("router", experts, HIDDEN)
+    folder.tensors[f"{at}.{block}.gate.weight"] = matrix("router", experts, hidden)
     folder.keep.append(f"{at}.{block}.gate")
     for expert in range(experts):
-        shapes = dict(zip(leaves, [(128, HIDDEN), (128, HIDDEN), (HIDDEN, 128)], strict=True))
+        shapes = dict(zip(leaves, [(expert_inter, hidden), (expert_inter, hidden), (hidden, expert_inter)], strict=True))
         add(folder, f"{at}.{block}.experts.{expert}", shapes)
 
 
@@ -144,10 +158,10 @@ def native_config(skip, *, block=True, static=False):
     return config | {"modules_to_not_convert": list(skip)}
 
 
-def quantize(folder, kind, *, keep=(), skip=None, po2=False):
+def quantize(folder, kind, *, keep=(), skip=None, po2=False, block=128):
     """kind: block, tensor, static (native), ct-channel, ct-block, ct-tensor, ct-static, modelopt."""
     skip = folder.keep + list(keep) if skip is None else skip
-    granularity = PerBlock() if "block" in kind else PerRow() if "channel" in kind else PerTensor()
+    granularity = PerBlock(block, block) if "block" in kind else PerRow() if "channel" in kind else PerTensor()
     common = _common_amax(folder) if granularity == PerTensor() else {}
     for module in folder.linears:
         if module in keep:
@@ -161,17 +175,22 @@ def quantize(folder, kind, *, keep=(), skip=None, po2=False):
         folder.tensors[f"{module}.{leaf}"] = q.scale.reshape(1) if ct_scalar else q.scale
         if kind in ("static", "ct-static", "modelopt"):
             folder.tensors[f"{module}.input_scale"] = torch.tensor([0.02] if ct_scalar else 0.02)
-    folder.config["quantization_config"] = _config(kind, skip)
+    folder.config["quantization_config"] = _config(kind, skip, block)
     return folder
 
 
-def _config(kind, skip):
+def _config(kind, skip, block):
     if kind == "modelopt":
         return {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": list(skip)}
     if kind.startswith("ct-"):
         strategy = kind.removeprefix("ct-")
-        return ct_config("tensor" if strategy == "static" else strategy, skip, static=strategy == "static")
-    return native_config(skip, block=kind == "block", static=kind == "static")
+        config = ct_config("tensor" if strategy == "static" else strategy, skip, static=strategy == "static")
+        group = config["config_groups"]["group_0"]
+        if strategy == "block":
+            group["weights"]["block_structure"], group["input_activations"]["group_size"] = [block, block], block
+        return config
+    config = native_config(skip, block=kind == "block", static=kind == "static")
+    return config | ({"weight_block_size": [block, block]} if kind == "block" else {})
 
 
 def _common_amax(folder):

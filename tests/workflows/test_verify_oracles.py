@@ -1,6 +1,5 @@
 """The rules against what they describe: compressed-tensors' own models, and the shared cases where they are at hand."""
 
-import copy
 import importlib.util
 import json
 import subprocess
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 from octavo.workflows.rules.findings import Findings
 from octavo.workflows.rules.scheme import check_args
 from octavo.workflows.verify import VerifyConfig, verify
-from tests.workflows.broken import decoder, quantize
 
 VALUES = {
     "num_bits": [8, 4],
@@ -64,91 +62,3 @@ def test_shared_cases(tmp_path):
             if note:
                 wrong.append((case, row["engine"], row["gpu"], row["verdict"], report.verdict, note))
     assert not wrong
-
-
-# ---------------------------------------------------------------------------------------------------------- mutations
-JSON_VALUES = st.sampled_from(
-    [None, True, 0, -1, 1 << 70, 1.5, "", "x", "re:(", [], {}, [1], {"a": 1}, [[128]], "\u0000"]
-)
-
-
-def paths(value, here=()):
-    yield here
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, inner in items:
-        yield from paths(inner, (*here, key))
-
-
-@pytest.fixture(scope="module")
-def pristine(tmp_path_factory):
-    folders = {}
-    for kind in ("block", "ct-channel", "ct-static", "modelopt"):
-        folder = quantize(decoder(layers=2), kind)
-        folder.two_shards(lambda n: "layers.1" in n)
-        folders[kind] = folder.write(tmp_path_factory.mktemp(kind) / "ckpt")
-    return folders
-
-
-def settings_for(examples):
-    return settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
-
-
-@settings_for(150)
-@given(st.data())
-def test_mutated_config_and_index_never_crash(pristine, data):
-    mutate_json(pristine, data)
-
-
-@settings_for(100)
-@given(st.data())
-def test_mutated_headers_never_crash(pristine, data):
-    mutate_header(pristine, data)
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(0)
-@pytest.mark.parametrize("which", ["json", "header"])
-def test_mutations_for_hours(which, pristine):
-    settings_for(50_000)(given(st.data())(lambda data: MUTATIONS[which](pristine, data)))()
-
-
-def mutate_json(pristine, data):
-    folder = pristine[data.draw(st.sampled_from(sorted(pristine)))]
-    file = folder / data.draw(st.sampled_from(["config.json", "model.safetensors.index.json"]))
-    original = file.read_text()
-    value = json.loads(original)
-    for _ in range(data.draw(st.integers(1, 3))):
-        if not value:
-            break
-        *parents, last = data.draw(st.sampled_from([p for p in paths(value) if p]))
-        target = value
-        for key in parents:
-            target = target[key]
-        if data.draw(st.booleans()) or not isinstance(target, dict):
-            target[last] = copy.deepcopy(data.draw(JSON_VALUES))
-        else:
-            del target[last]
-    try:
-        file.write_text(json.dumps(value))
-        report = verify(VerifyConfig(folder=folder, gpu="sm90", quick=True))
-    finally:
-        file.write_text(original)
-    assert report.verdict in ("ok", "warn", "error")
-
-
-def mutate_header(pristine, data):
-    file = pristine["ct-static"] / "model-00001-of-00002.safetensors"
-    original = file.read_bytes()
-    size = int.from_bytes(original[:8], "little") + 8
-    changed = bytearray(original)
-    for _ in range(data.draw(st.integers(1, 6))):
-        changed[data.draw(st.integers(0, size - 1))] = data.draw(st.sampled_from(b'\x00\xff0129"{}[],:-AFx'))
-    try:
-        file.write_bytes(bytes(changed))
-        report = verify(VerifyConfig(folder=pristine["ct-static"], gpu="sm90"))
-    finally:
-        file.write_bytes(original)
-    assert report.verdict in ("ok", "warn", "error")
-
-
-MUTATIONS = {"json": mutate_json, "header": mutate_header}

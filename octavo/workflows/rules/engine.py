@@ -283,10 +283,16 @@ def modelopt_parts(pattern: str, name: str) -> bool:
     return any(fnmatch.fnmatchcase(part, pattern) for part in (name, *name.split(".")))
 
 
+def inside_experts(pattern: str, name: str) -> bool:
+    """An expert block whose name is part of an entry about experts."""
+    return "experts" in pattern and name in pattern
+
+
 Match = Callable[[str, str], bool]
 
 
-def listed(skip: Iterable[str], name: str, match: Match) -> bool:
+@lru_cache(maxsize=1 << 16)  # the experts of a block, thousands of them, ask with one name
+def listed(skip: tuple[str, ...], name: str, match: Match) -> bool:
     """Whether any entry of a skip list matches."""
     return any(match(pattern, name) for pattern in skip)
 

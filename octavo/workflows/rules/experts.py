@@ -6,7 +6,7 @@ compressed_tensors_w8a8_fp8_moe.py, which raise the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from octavo.workflows.rules.engine import Built, Match, Plan, experts_block, listed
 from octavo.workflows.rules.findings import WRITE_ANEW, Findings
@@ -24,7 +24,7 @@ def stacked_experts(model: Model, quantized: Built, result: Plan, skipped: Calla
             result.modules[name] = Built(None, "in the skip list") if skipped(block) else quantized
 
 
-def listed_inside(skip: Iterable[str], block: str, match: Match) -> bool:
+def listed_inside(skip: tuple[str, ...], block: str, match: Match) -> bool:
     """compressed-tensors: a block is skipped when the three matrices of its first expert are."""
     return all(listed(skip, f"{block}.0.{leaf}", match) for leaf in GENERIC_LEAF.values())
 

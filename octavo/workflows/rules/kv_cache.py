@@ -28,6 +28,7 @@ SPELLINGS = tuple(
 )
 FUSED = re.compile(r"\.kv_scale$")
 LOOKS_LIKE = re.compile(r"\.(k|v|kv|key|value)_?(cache)?_?scale(_inv)?$|\.[kv]_proj\.output_scale$")
+LINEAR = frozenset({"weight_scale", "weight_scale_inv", "input_scale"})  # of the many, none is a cache's
 NATIVE_SM = (8, 9)
 
 
@@ -35,19 +36,19 @@ def kv_scales(model: Model) -> tuple[dict[str, dict[str, Stored]], list[Stored]]
     """(attention prefix -> {k, v} -> tensor) of those with a known spelling, and those that only look like one."""
     known: dict[str, dict[str, Stored]] = {}
     strange: list[Stored] = []
-    for module in model.modules.values():
-        for stored in module.leaves.values():
-            if not LOOKS_LIKE.search(stored.name) and not FUSED.search(stored.name):
-                continue
-            if FUSED.search(stored.name):
-                attention = stored.name.rpartition(".kv_scale")[0]
-                known.setdefault(_layer_of(attention), {}).update(k=stored, v=stored)
-                continue
-            match = next((m for p in SPELLINGS if (m := p.search(stored.name))), None)
-            if match:
-                known.setdefault(_layer_of(stored.name), {})[match[1]] = stored
-            else:
-                strange.append(stored)
+    scales = [s for m in model.modules.values() for leaf, s in m.leaves.items() if "scale" in leaf and leaf not in LINEAR]
+    for stored in scales:
+        if not LOOKS_LIKE.search(stored.name) and not FUSED.search(stored.name):
+            continue
+        if FUSED.search(stored.name):
+            attention = stored.name.rpartition(".kv_scale")[0]
+            known.setdefault(_layer_of(attention), {}).update(k=stored, v=stored)
+            continue
+        match = next((m for p in SPELLINGS if (m := p.search(stored.name))), None)
+        if match:
+            known.setdefault(_layer_of(stored.name), {})[match[1]] = stored
+        else:
+            strange.append(stored)
     return known, strange
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from octavo.formats.architectures import FUSED, fused_group, layer_index, role
+from octavo.formats.architectures import FUSED, expert_block, fused_group, layer_index, role
 from octavo.store.tensors import Checkpoint
 
 EIGHT_BIT = frozenset(
@@ -19,6 +19,7 @@ SIXTEEN_BIT = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.flo
 # Leaves of a quantized linear that are not parameters of the plain one.
 WEIGHT_SCALES = ("weight_scale_inv", "weight_scale", "scale", "qscale_weight", "weight_scale_2")
 INPUT_SCALES = ("input_scale", "activation_scale", "act_scale", "qscale_act")
+NOT_LINEAR = frozenset({"embedding", "norm", "other"})
 KV_SCALES = ("k_scale", "v_scale", "q_scale", "kv_scale", "output_scale", "k_zero_point", "v_zero_point")
 
 
@@ -36,7 +37,7 @@ class Stored:
         return f"{list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
 
 
-@dataclass
+@dataclass(eq=False)
 class Module:
     """name: dotted path. leaves: last part of the tensor's name -> tensor. role: of formats.architectures.
 
@@ -47,16 +48,16 @@ class Module:
     role: str
     leaves: dict[str, Stored] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def weight(self) -> Stored | None:
         return self.leaves.get("weight") or self.leaves.get("")
 
-    @property
+    @cached_property
     def scales(self) -> dict[str, Stored]:
         """Weight scales under any known name."""
         return {leaf: self.leaves[leaf] for leaf in WEIGHT_SCALES if leaf in self.leaves}
 
-    @property
+    @cached_property
     def leaf(self) -> str:
         return self.name.rpartition(".")[2]
 
@@ -66,7 +67,7 @@ class Module:
         weight = self.weight
         return bool(self.scales) or (weight is not None and weight.dtype in EIGHT_BIT)
 
-    @property
+    @cached_property
     def is_matrix(self) -> bool:
         return self.weight is not None and len(self.weight.shape) == 2
 
@@ -81,8 +82,11 @@ class Model:
         self.modules: dict[str, Module] = {}
         self._read(checkpoint)
         self.groups = self._fused()
+        self.fused_name = {m.name: fused for fused, members in self.groups.items() for m in members}
+        self._linears = [m for m in self.modules.values() if m.is_matrix and m.role not in NOT_LINEAR]
 
     def _read(self, checkpoint: Checkpoint) -> None:
+        layers = checkpoint.layers
         for name in checkpoint.names():
             shape, dtype = checkpoint.shape(name), checkpoint.dtype(name)
             module, leaf = split_name(name, shape)
@@ -93,9 +97,9 @@ class Model:
         for module_name, owner in self.modules.items():
             weight = owner.weight
             if weight is not None:
-                owner.role = role(weight.name, weight.shape, checkpoint.layers)
+                owner.role = role(weight.name, weight.shape, layers)
             elif owner.scales:
-                owner.role = role(f"{module_name}.weight", (1, 1), checkpoint.layers)
+                owner.role = role(f"{module_name}.weight", (1, 1), layers)
 
     def _fused(self) -> dict[str, list[Module]]:
         groups: dict[str, list[Module]] = {}
@@ -109,11 +113,18 @@ class Model:
                 groups[fused] = members
         return groups
 
-    def linears(self) -> Iterator[Module]:
+    def linears(self) -> list[Module]:
         """Everything an engine could build as a linear: 2-D weights that are no look-up table and no norm."""
-        for module in self.modules.values():
-            if module.is_matrix and module.role not in ("embedding", "norm", "other"):
-                yield module
+        return self._linears
+
+    @cached_property
+    def representatives(self) -> list[Module]:
+        """Every linear; of the experts of a block, which engines split and build alike, one of each shape."""
+        kinds: dict[tuple[object, ...], Module] = {}
+        for module in self._linears:
+            block, shape = expert_block(module.name), module.weight.shape if module.weight else ()
+            kinds.setdefault((block, module.leaf, shape) if block else (module.name,), module)
+        return list(kinds.values())
 
     @property
     def architecture(self) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +24,10 @@ PEAK_MAX = 5000.0
 TOPS_ODD, TOPS_BAD = 0.03, 0.25
 ZEROS_ODD = 0.65
 THREADS = 2
+THREADS_FROM = 32 << 20  # bytes
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 def granularity_of(module: Module, scheme: Scheme) -> tuple[str, Granularity] | None:
@@ -55,10 +60,18 @@ def check_numbers(model: Model, scheme: Scheme, out: Findings, advance: Callable
         advance(float(model.checkpoint.info(name).nbytes))
         return [(f.severity, f.code, f.where, f.message, f.fix) for f in local.all()]
 
+    for found in in_threads(look, model.checkpoint.names(), model.checkpoint.nbytes):
+        for severity, code, where, message, fix in found:
+            out.add(severity, code, where, message, fix)  # type: ignore[arg-type]
+
+
+def in_threads(look: Callable[[T], R], items: Sequence[T], nbytes: int) -> Iterator[R]:
+    """`look` over all items, in order; nbytes: of all of them. Handing over a tiny tensor takes longer than reading it."""
+    if nbytes < THREADS_FROM:
+        yield from map(look, items)
+        return
     with ThreadPoolExecutor(THREADS) as pool:
-        for found in pool.map(look, model.checkpoint.names()):
-            for severity, code, where, message, fix in found:
-                out.add(severity, code, where, message, fix)  # type: ignore[arg-type]
+        yield from pool.map(look, items)
 
 
 def _check_tensor(model: Model, scheme: Scheme, module: Module, name: str, out: Findings) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +13,7 @@ from octavo.formats.granularity import Granularity, PerBlock, PerTensor
 from octavo.store.tensors import Checkpoint
 from octavo.workflows.rules.findings import REQUANTIZE, Finding, Findings
 from octavo.workflows.rules.model import Model, Module
-from octavo.workflows.rules.numbers import THREADS, granularity_of
+from octavo.workflows.rules.numbers import granularity_of, in_threads
 from octavo.workflows.rules.scan import Array, as_float32, decode_fast
 from octavo.workflows.rules.scheme import Scheme
 
@@ -37,11 +36,12 @@ class Distance:
     def add(self, a: Array, b: Array) -> None:
         """float32, up to a few million values: BLAS sums such a piece exactly enough. `a` is overwritten."""
         a, b = a.reshape(-1), b.reshape(-1)
-        self.mine += float(np.dot(a, a))
-        self.theirs += float(np.dot(b, b))
-        self.dot += float(np.dot(a, b))
-        a -= b
-        self.diff += float(np.dot(a, a))
+        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite shows in `relative`
+            self.mine += float(np.dot(a, a))
+            self.theirs += float(np.dot(b, b))
+            self.dot += float(np.dot(a, b))
+            a -= b
+            self.diff += float(np.dot(a, a))
 
     @property
     def relative(self) -> float:
@@ -80,12 +80,11 @@ def compare_numbers(
         advance(float(model.checkpoint.info(item[1]).nbytes))
         return error, local.all()
 
-    with ThreadPoolExecutor(THREADS) as pool:
-        for (module, name), (error, found) in zip(work, pool.map(look, work), strict=True):
-            for finding in found:
-                out.add(finding.severity, finding.code, finding.where, finding.message, finding.fix)
-            if error is not None and module.quantized and module.weight is not None and name == module.weight.name:
-                errors[module.name] = error
+    for (module, name), (error, found) in zip(work, in_threads(look, work, model.checkpoint.nbytes), strict=True):
+        for finding in found:
+            out.add(finding.severity, finding.code, finding.where, finding.message, finding.fix)
+        if error is not None and module.quantized and module.weight is not None and name == module.weight.name:
+            errors[module.name] = error
     _missing(model, reference, out)
     if errors:
         worst = max(errors, key=lambda name: errors[name])

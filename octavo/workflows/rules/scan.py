@@ -66,7 +66,7 @@ def scan_codes(checkpoint: Checkpoint, name: str, tile: tuple[int, int]) -> Tile
     columns = np.zeros(cols, dtype=np.uint8)
     zeros = tops = sampled = 0
     for start in range(0, rows, step):
-        codes = matrix_rows(checkpoint, name, start, min(start + step, rows)).view(torch.uint8).numpy()
+        codes = checkpoint.matrix(name, start, min(start + step, rows)).view(torch.uint8).numpy()
         masked = np.bitwise_and(codes, 0x7F, out=buffer[: len(codes)])
         by_row = _fold_rows(masked, tile_rows)
         np.maximum(columns, by_row.max(0), out=columns)
@@ -78,14 +78,6 @@ def scan_codes(checkpoint: Checkpoint, name: str, tile: tuple[int, int]) -> Tile
         squares.append(_mean_squares(sample, owner, len(peaks[-1]), tile_cols))
     share = max(sampled, 1)
     return TileStats(np.concatenate(peaks), np.concatenate(squares), columns, zeros / share, tops / share, sampled)
-
-
-def matrix_rows(checkpoint: Checkpoint, name: str, start: int, stop: int) -> torch.Tensor:
-    """Rows of a matrix; of a stack of matrices seen as one."""
-    shape = checkpoint.shape(name)
-    if len(shape) <= 2:
-        return checkpoint.rows(name, start, stop)
-    return checkpoint.get(name).reshape(-1, shape[-1])[start:stop]
 
 
 def _fold_rows(masked: Array, tile_rows: int) -> Array:

@@ -20,6 +20,7 @@ from octavo.workflows.rules.engine import (
     exact_or_regex,
     exact_regex_or_suffix,
     experts_block,
+    inside_experts,
     listed,
     modelopt_parts,
 )
@@ -86,7 +87,7 @@ def _native(model: Model, scheme: Scheme, result: Plan, out: Findings) -> None:
         elif module.role == "router":
             built = Built(None, "SGLang builds routers in 16 bit")
         elif block is not None:
-            skipped = listed(skip, block, dotted_segments) or any(block in e for e in skip if "experts" in e)
+            skipped = listed(skip, block, dotted_segments) or listed(skip, block, inside_experts)
             built = Built(None, "in the skip list") if skipped else quantized
         else:
             built = Built(None, "in the skip list") if listed(skip, module.name, dotted_segments) else quantized
@@ -230,15 +231,15 @@ def _modelopt(model: Model, scheme: Scheme, result: Plan, out: Findings) -> None
     weights = scheme.weights
     assert weights is not None
     quantized = Built(weights, "ModelOpt FP8, not excluded", "weight_scale", "input_scale")
-
-    def skips(entry: str, name: str) -> bool:
-        return modelopt_parts(entry, name) or dotted_segments(entry, name)
-
-    _merged(model, scheme.skip, skips, SHARDS_ERROR, result, out)
+    _merged(model, scheme.skip, _modelopt_skips, SHARDS_ERROR, result, out)
     for module in model.linears():
         name = experts_block(module.name) or module.name
         if module.role == "router":
             built = Built(None, "SGLang builds routers in 16 bit")
         else:
-            built = Built(None, "excluded") if listed(scheme.skip, name, skips) else quantized
+            built = Built(None, "excluded") if listed(scheme.skip, name, _modelopt_skips) else quantized
         result.modules[module.name] = built
+
+
+def _modelopt_skips(entry: str, name: str) -> bool:
+    return modelopt_parts(entry, name) or dotted_segments(entry, name)

@@ -28,9 +28,8 @@ def split_problems(model: Model, plan: Plan, tp: int, *, last_exempt: bool, refi
         return problems
     for fused, members in _merged(model, sizes, plan):
         problems += _merged_rows(fused, members, sizes, plan, tp, last_exempt=last_exempt)
-    done = {m.name for members in model.groups.values() for m in members}
-    for module in model.linears():
-        problems += _single(module, plan, tp, refine=refine, merged=module.name in done)
+    for module in model.representatives:
+        problems += _single(module, plan, tp, refine=refine, merged=module.name in model.fused_name)
     return problems
 
 

@@ -105,7 +105,7 @@ def _native_module(module: Module, skip: tuple[str, ...] | None, quantized: Buil
     if module.role == "head" and (skip is None or model.tied):
         return Built(None, "the output head is left out by default")
     name = experts_block(module.name) or module.name
-    if skip is not None and (listed(skip, name, transformers_skip) or listed(skip, module.name, transformers_skip)):
+    if skip is not None and listed(skip, name, transformers_skip):
         return Built(None, "in the skip list")
     return quantized
 

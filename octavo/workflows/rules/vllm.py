@@ -21,6 +21,7 @@ from octavo.workflows.rules.engine import (
     exact,
     exact_or_regex,
     experts_block,
+    inside_experts,
     listed,
     modelopt_exclude,
 )
@@ -111,22 +112,16 @@ def _native(model: Model, scheme: Scheme, result: Plan, out: Findings) -> None:
             built = Built(None, "vLLM builds routers in 16 bit")
         elif block is not None or module.name.endswith(".experts"):
             prefix = canonical(block or module.name, model)
-            skipped = any(prefix in entry for entry in skip if "experts" in entry)
+            skipped = listed(skip, prefix, inside_experts)
             built = Built(None, f"{prefix} is in the skip list") if skipped else quantized
         else:
-            fused_name = _fused_name(model, module)
+            fused_name = model.fused_name.get(module.name)
             skipped = listed(skip, name, exact) or (
                 fused_name is not None and listed(skip, canonical(fused_name, model), exact)
             )
             built = Built(None, "in the skip list") if skipped else quantized
         result.modules[module.name] = built
-    stacked_experts(
-        model, quantized, result, lambda block: any(canonical(block, model) in e for e in skip if "experts" in e)
-    )
-
-
-def _fused_name(model: Model, module: Module) -> str | None:
-    return next((fused for fused, members in model.groups.items() if module in members), None)
+    stacked_experts(model, quantized, result, lambda name: listed(skip, canonical(name, model), inside_experts))
 
 
 def _plain_router(module: Module, model: Model) -> bool:
@@ -306,5 +301,5 @@ def _modelopt(model: Model, scheme: Scheme, result: Plan, out: Findings) -> None
 def _modelopt_skips(skip: tuple[str, ...], name: str, model: Model) -> bool:
     """A full name, a part of it, or a glob; of expert blocks also the name inside an entry."""
     prefix = canonical(name, model)
-    inside = prefix.endswith(".experts") and any(prefix in entry for entry in skip if "experts" in entry)
+    inside = prefix.endswith(".experts") and listed(skip, prefix, inside_experts)
     return inside or listed(skip, prefix, modelopt_exclude)
