@@ -4,8 +4,8 @@
     python benchmarks/verify.py --gigabytes 1 --sparse 2 --shards 100
 
 Each figure is that of a whole process of its own, imports and start excluded from the seconds, included in the memory
-(ru_maxrss, mapped pages of files too). One JSON line each; the exit code is 1 if a claim is not met: at least 0.5 GB/s on
-two cores, less than 1 GB of memory for the sparse checkpoint, headers of 1,000 shards in less than 3 s.
+(ru_maxrss, mapped pages of files too). One JSON line each; the exit code is 1 if a claim is not met: at least 0.5 GB/s
+on two cores, less than 1 GB of memory for the sparse checkpoint, headers of 1,000 shards in less than 3 s.
 """
 
 from __future__ import annotations

@@ -198,7 +198,7 @@ def write_config(config: dict[str, Any], folder: Path, quantization: dict[str, A
         kept["text_config"] = {k: v for k, v in kept["text_config"].items() if k not in gone}
     if quantization is not None:
         kept["quantization_config"] = quantization
-    atomic_write(folder / "config.json", json.dumps(kept, indent=2, ensure_ascii=False).encode() + b"\n")
+    atomic_write(folder / "config.json", json.dumps(kept, indent=2).encode() + b"\n")
 
 
 def _kv_tensors(kv_cache: str, scales: Scales | None, source: Checkpoint, plan: Plan) -> dict[str, torch.Tensor]:

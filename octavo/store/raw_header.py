@@ -66,8 +66,10 @@ def read_raw_header(path: Path, file: str) -> tuple[RawHeader | None, list[Probl
             raise TypeError("header is no JSON object")
     except (ValueError, TypeError, RecursionError) as error:
         return None, [broken(file, f"header is not valid JSON ({error})")]
-    raw.pop("__metadata__", None)
-    return RawHeader(raw, 8 + length, size), [_duplicate(file, name) for name in repeated]
+    problems = [_duplicate(file, name) for name in repeated]
+    if not _is_metadata(raw.pop("__metadata__", None)):
+        problems.append(broken(file, "__metadata__ is no table of texts, and the safetensors library stops there"))
+    return RawHeader(raw, 8 + length, size), problems
 
 
 def check_shape(entry: Any) -> tuple[str, tuple[int, ...], int, int]:
@@ -84,6 +86,10 @@ def truncated(file: str, tensor: str, what: str) -> Problem:
 
 def broken(file: str, what: str) -> Problem:
     return Problem("bad-header", file, "", what, "Fetch the file again.")
+
+
+def _is_metadata(value: Any) -> bool:
+    return value is None or (isinstance(value, dict) and all(isinstance(text, str) for text in value.values()))
 
 
 def _unique(pairs: list[tuple[str, Any]], repeated: list[str]) -> dict[str, Any]:

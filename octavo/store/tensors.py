@@ -143,9 +143,11 @@ class Checkpoint:
         return self._view(info, info.begin + start * row, (stop - start, *info.shape[1:]))
 
     def matrix(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows start to stop of a tensor [..., N, K] seen as one matrix of all its rows, as a view [stop - start, K]."""
+        """Rows start to stop of a tensor [..., N, K] seen as one matrix, as a view [stop - start, K]."""
         info = self.info(name)
-        return self._view(info, info.begin + start * info.shape[-1] * info.dtype.itemsize, (stop - start, info.shape[-1]))
+        return self._view(
+            info, info.begin + start * info.shape[-1] * info.dtype.itemsize, (stop - start, info.shape[-1])
+        )
 
     def _view(self, info: TensorInfo, begin: int, shape: tuple[int, ...]) -> torch.Tensor:
         """Only these bytes are mapped (privately), and only while the view lives: its pages count as this process's."""

@@ -131,7 +131,9 @@ def _add_mlp(folder, at, model_type, sizes, experts):
     folder.tensors[f"{at}.{block}.gate.weight"] = matrix("router", experts, hidden)
     folder.keep.append(f"{at}.{block}.gate")
     for expert in range(experts):
-        shapes = dict(zip(leaves, [(expert_inter, hidden), (expert_inter, hidden), (hidden, expert_inter)], strict=True))
+        shapes = dict(
+            zip(leaves, [(expert_inter, hidden), (expert_inter, hidden), (hidden, expert_inter)], strict=True)
+        )
         add(folder, f"{at}.{block}.experts.{expert}", shapes)
 
 

@@ -1,7 +1,7 @@
 """verify over mutated checkpoints: python -m tests.workflows.fuzz FOLDERS WORK --first 0 --count 2000
 
 Prints one JSON line. A failure is an exception, more than HANG seconds for one tiny folder, memory beyond the limit, a
-file opened outside of the folder, or a verdict other than error on a folder whose files the safetensors library refuses.
+file opened outside of the folder, or a verdict other than error where the safetensors library refuses the files.
 """
 
 from __future__ import annotations
@@ -44,12 +44,11 @@ class Opened:
         sys.addaudithook(self._event)
 
     def _event(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if self.watching and event == "open" and isinstance(arguments[0], (str, bytes)):
+        if self.watching and event == "open" and isinstance(arguments[0], (str, bytes, os.PathLike)):
             self.paths.add(os.fsdecode(arguments[0]))
 
     def outside(self, *folders: Path) -> list[str]:
         found = [os.path.abspath(path) for path in self.paths]
-        self.paths = set()
         code = (sys.prefix, sys.base_prefix, str(Path(__file__).parents[2]))
         allowed = tuple(f"{folder}{os.sep}" for folder in folders)
         return [p for p in found if not f"{p}{os.sep}".startswith((*allowed, *code))]
@@ -90,15 +89,17 @@ def one(seed: int, files: dict[str, bytes], work: Path, opened: Opened) -> tuple
     mutant.write(folder)
     signal.alarm(HANG)
     try:
-        opened.watching = True
+        opened.watching, opened.paths = True, set()
         config = settings(seed, folder, work)
-        verdict = verify(config).verdict
+        verdict: str = verify(config).verdict
     except OctavoError as error:
         # Asking for a repaired copy of damaged files is refused with a clear error; so is a broken reference.
-        return "refused", "" if config.fix or config.reference else f"{type(error).__name__}: {error}"
+        if not (config.fix or config.reference):
+            return "refused", f"{type(error).__name__}: {error}"
+        verdict = "refused"
     except (Exception, MemoryError) as error:
-        frame = next(f for f in reversed(traceback.extract_tb(error.__traceback__)) if "octavo/" in f.filename)
-        where = f"{Path(frame.filename).name}:{frame.lineno} {frame.name}"
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if "octavo" in Path(f.filename).parts]
+        where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno} {frames[-1].name}" if frames else "?"
         return "crash", f"{type(error).__name__} at {where}: {str(error)[:150]}; {', '.join(mutant.log)}"
     finally:
         opened.watching = False
@@ -107,7 +108,7 @@ def one(seed: int, files: dict[str, bytes], work: Path, opened: Opened) -> tuple
     outside = [p for p in opened.outside(folder, work / "reference", *written) if not (config.fix and p == str(work))]
     if outside:
         return verdict, f"opened {outside[0]}; {', '.join(mutant.log)}"
-    if verdict != "error" and refused(folder):
+    if verdict in ("ok", "warn") and refused(folder):
         return verdict, f"verdict {verdict} for files that safetensors refuses; {', '.join(mutant.log)}"
     return verdict, ""
 

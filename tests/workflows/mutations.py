@@ -24,9 +24,32 @@ VALUES = [None, True, False, 0, -1, 1, 2, 3, 128, 1 << 40, 1 << 70, 1.5, 1e308, 
 VALUES += [[], {}, [1], {"a": 1}, [[128]], [128, 128], [0, 0], ["Linear"], "\u0000", "a.b", "../x", "lm_head", "tensor"]
 VALUES += ["compressed-tensors", "modelopt", "block", "channel", "static", "re:(a+)+$", "model", "é\ud800", -(1 << 63)]
 BYTES = b'\x00\xff0129"{}[],:-AFx\\u.eE\n'
-NAMES = ["", ".", "..", "weight", "x" * 3000, "model..weight", "lm_head.weight", "é", "model.layers.99999.mlp.up_proj.weight"]
-NAMES += ["model.layers.0.mlp.experts.0.up_proj.weight", "a/../b.weight", "__metadata__", "model.layers.-1.q_proj.weight"]
-PATHS = ["../outside/model.safetensors", "/etc/passwd", "..", "", ".", "config.json", "x/../../outside/model.safetensors"]
+NAMES = [
+    "",
+    ".",
+    "..",
+    "weight",
+    "x" * 3000,
+    "model..weight",
+    "lm_head.weight",
+    "é",
+    "model.layers.99999.mlp.up_proj.weight",
+]
+NAMES += [
+    "model.layers.0.mlp.experts.0.up_proj.weight",
+    "a/../b.weight",
+    "__metadata__",
+    "model.layers.-1.q_proj.weight",
+]
+PATHS = [
+    "../outside/model.safetensors",
+    "/etc/passwd",
+    "..",
+    "",
+    ".",
+    "config.json",
+    "x/../../outside/model.safetensors",
+]
 PATHS += ["model-00009-of-00002.safetensors", "C:\\x.safetensors", "\u0000.safetensors", "~/x.safetensors", "a" * 300]
 # What a file that an earlier mutation broke raises when it is taken apart.
 MALFORMED = (ValueError, KeyError, TypeError, IndexError, AttributeError, struct.error, RecursionError, OverflowError)
@@ -188,7 +211,7 @@ def header_value(rng: random.Random, mutant: Mutant, name: str) -> None:
 
 
 def header_entry(rng: random.Random, mutant: Mutant, name: str) -> None:
-    """A header that stays well formed: other dtypes of the same width, other shapes of as many elements, other names."""
+    """A header that stays well formed: other dtypes of the same width, shapes of as many elements, names."""
     file = parsed(mutant, name)
     if file is None:
         return
@@ -274,8 +297,15 @@ def entry_gone(rng: random.Random, mutant: Mutant, name: str) -> None:
 
 def entry_copy(rng: random.Random, mutant: Mutant, name: str) -> None:
     """The file under another name: duplicates of tensors, shards that no index names, a second configuration."""
-    others = ["model.safetensors", "model-00003-of-00003.safetensors", "consolidated.safetensors", "hf_quant_config.json"]
-    mutant.files[rng.choice([*others, *sorted(mutant.files), "pytorch_model.bin", "tokenizer.json"])] = mutant.files[name]
+    others = [
+        "model.safetensors",
+        "model-00003-of-00003.safetensors",
+        "consolidated.safetensors",
+        "hf_quant_config.json",
+    ]
+    mutant.files[rng.choice([*others, *sorted(mutant.files), "pytorch_model.bin", "tokenizer.json"])] = mutant.files[
+        name
+    ]
 
 
 KINDS: list[tuple[Callable[[random.Random, Mutant, str], None], int]] = [

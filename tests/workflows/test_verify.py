@@ -450,6 +450,12 @@ def test_stale_index(tmp_path):
     assert "index-mismatch" in dict(found(run(folder, tmp_path), "error"))
 
 
+def test_a_block_beyond_any_matrix(tmp_path):
+    folder = quantize(decoder("qwen3"), "block")
+    folder.quant["weight_block_size"] = [1 << 70, 128]
+    assert "block-size" in dict(found(run(folder, tmp_path), "error"))
+
+
 def test_too_broken_to_read_is_a_verdict(tmp_path):
     def check(path, code):
         report = verify(VerifyConfig(folder=path, engine="vllm", gpu="sm90"))

@@ -87,6 +87,13 @@ def test_index_rebuilt(tmp_path):
     assert any(last in text for text in report.changes)
 
 
+def test_a_config_with_half_a_surrogate_pair(tmp_path):
+    folder = quantize(decoder("qwen3"), "block")
+    folder.quant.pop("activation_scheme")
+    folder.config["odd"] = "\ud800"
+    assert fix(folder, tmp_path).fixed_verdict == "ok"
+
+
 def test_what_needs_new_numbers_stays_an_error(tmp_path):
     folder = quantize(decoder("qwen3"), "block")
     del folder.tensors[f"{Q}.weight_scale_inv"]

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.workflows import broken
 from tests.workflows.broken import decoder, quantize
 
 ROOT = Path(__file__).parents[2]

@@ -36,7 +36,9 @@ def kv_scales(model: Model) -> tuple[dict[str, dict[str, Stored]], list[Stored]]
     """(attention prefix -> {k, v} -> tensor) of those with a known spelling, and those that only look like one."""
     known: dict[str, dict[str, Stored]] = {}
     strange: list[Stored] = []
-    scales = [s for m in model.modules.values() for leaf, s in m.leaves.items() if "scale" in leaf and leaf not in LINEAR]
+    scales = [
+        s for m in model.modules.values() for leaf, s in m.leaves.items() if "scale" in leaf and leaf not in LINEAR
+    ]
     for stored in scales:
         if not LOOKS_LIKE.search(stored.name) and not FUSED.search(stored.name):
             continue

@@ -66,7 +66,7 @@ def check_numbers(model: Model, scheme: Scheme, out: Findings, advance: Callable
 
 
 def in_threads(look: Callable[[T], R], items: Sequence[T], nbytes: int) -> Iterator[R]:
-    """`look` over all items, in order; nbytes: of all of them. Handing over a tiny tensor takes longer than reading it."""
+    """`look` over all items, in order. nbytes: of all of them; tiny tensors are read sooner than handed over."""
     if nbytes < THREADS_FROM:
         yield from map(look, items)
         return
@@ -128,7 +128,7 @@ def _check_codes(model: Model, scheme: Scheme, module: Module, out: Findings) ->
     scale = model.checkpoint.get(found[0])
     if not scale.dtype.is_floating_point:
         return
-    values = scale.float().reshape(granularity.scale_shape(weight.shape)).numpy().astype(np.float64)
+    values = scale.double().reshape(granularity.scale_shape(weight.shape)).numpy()
     _check_magnitude(found[0], weight.shape, stats, values, granularity, out)
     if isinstance(granularity, PerBlock):
         _check_grid(found[0], stats, values, out)

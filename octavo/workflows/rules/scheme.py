@@ -144,7 +144,8 @@ def pair(value: Any) -> tuple[int, int] | None:
 
 
 def _positive(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    """A size that a matrix can have: what is beyond 2^31 is no block, and no array index either."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 31
 
 
 def _one_of(value: Any, known: frozenset[str]) -> bool:
