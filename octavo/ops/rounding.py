@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from octavo.base.errors import DataError
 from octavo.formats.recipe import Rule
 from octavo.formats.rounding import Curvature, compensated
 from octavo.formats.scaled import ScaledTensor
@@ -73,6 +74,10 @@ class Compensator:
             while key not in self._kept and len(self._kept) >= KEPT:
                 self._kept.popitem(last=False)
             if key not in self._kept:
-                self._kept[key] = Curvature.of(self.moments.get(module).to(place))
+                try:
+                    self._kept[key] = Curvature.of(self.moments.get(module).to(place))
+                except DataError as error:
+                    what = f"{module}: {error.what}"
+                    raise DataError(what, got=error.got, need=error.need, fix=error.fix) from None
             self._kept.move_to_end(key)
             return self._kept[key]

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from octavo.base.errors import DataError
 from octavo.formats.granularity import PerBlock, PerRow, PerTensor
 from octavo.formats.recipe import Rule
 from octavo.ops.quantize import dequantize, quantize
@@ -49,6 +50,13 @@ def test_nearest_rules_pass_through():
     source = Source()
     got = Compensator(source)(weight, Rule(), None, "a.q")
     assert torch.equal(got.codes, quantize(weight).codes) and not source.reads
+
+
+@pytest.mark.parametrize(("factor", "word"), [(-1.0, "negative diagonal"), (torch.nan, "NaN")])
+def test_moments_that_no_tokens_add_up_to_name_the_module(factor, word):
+    solve = Compensator(Source(a=moments(16) * factor))
+    with pytest.raises(DataError, match=rf"^a\.q: .*{word}"):
+        solve(torch.randn(4, 16), Rule(rounding="compensated"), None, "a.q")
 
 
 def test_siblings_share_a_factorization():
