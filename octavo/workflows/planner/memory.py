@@ -102,6 +102,10 @@ def trained_parameters(model: Model, setup: Setup) -> int:
     return model.adapter_parameters(setup.rank) if setup.method == "lora" else model.parameters
 
 
+def _trains_experts(model: Model, setup: Setup, width: Width) -> bool:
+    return width.routed > 0 and (setup.method == "full" or model.adapts_experts)
+
+
 def persistent(model: Model, setup: Setup) -> dict[str, float]:
     """What is there from the first optimizer step to the last, bytes of one GPU."""
     shards = setup.world if setup.sharding == "fsdp" else 1
@@ -136,23 +140,52 @@ def loss_bytes(model: Model, setup: Setup) -> float:
 def saved_per_token(model: Model, setup: Setup, width: Width) -> float:
     """Bytes that autograd keeps per token for one decoder layer without recomputation."""
     a, h, full = setup.width, model.hidden, setup.method == "full"
-    q, k, v, out = model.attention
-    norm = (a if setup.fused_layers else 4) + (a if full else 0)
-    total = float(len(model.family.norms) * norm * h + a * (q + k + v + out) + 4 * model.heads)
-    if model.family.qk_norm or model.text.get("kv_lora_rank"):
-        total += norm * (q + k)
+    trains_experts = _trains_experts(model, setup, width)
+    # Autocast over float32 master weights leaves the residual stream in float32, and stacked experts as well.
+    cast = full and a == 2 and setup.sharding != "fsdp"
+    wide = 4 if cast and width.routed else a
+    norm = _stream(setup) if setup.fused_layers else 4 + full * (4 if cast else a)
+    total = len(model.family.norms) * norm * h + _attention_per_token(model, setup)
     # Gate, its activation, and the other factor; Liger recomputes the activation.
-    total += (2 if setup.fused_layers else 3) * a * width.ffn
-    total += 2 * a * width.routed * h  # tokens gathered for the experts and their results before the weighted sum
-    # Of attention, MLP and its last matrix; the attention's output is saved already.
-    inputs = float(a * (2 * h + width.ffn))
+    total += (2 if setup.fused_layers else model.family.gated) * wide * width.ffn
+    # Tokens gathered for the experts, and their results before the weighted sum.
+    total += (1 + trains_experts) * wide * width.routed * h
+    inputs = _inputs_per_token(model, setup, width) + (wide * width.ffn if trains_experts else 0)
+    return (total + inputs) / (2 if setup.saved_fp8 else 1)
+
+
+def _attention_per_token(model: Model, setup: Setup) -> float:
+    """What the attention itself keeps, its output where no adapter has a copy of its own."""
+    a, full, family = setup.width, setup.method == "full", model.family
+    q, k, v, out = model.attention
+    total = float(a * (q + k + v + out) + 4 * model.heads)
+    if family.scores:  # keys and values repeated for every head, and matrices of s x s
+        total = a * 3 * q + (0 if _copies(setup) else a * out) + family.scores * model.heads * setup.context
+    if family.attention == "fused":
+        total += a * (q + k)  # values are a view of the whole projection
+    if family.qk_norm or model.text.get("kv_lora_rank"):
+        total += (4 + full * a) * (q + k)
+    return total
+
+
+def _inputs_per_token(model: Model, setup: Setup, width: Width) -> float:
+    """Inputs of what trains: of adapters, or of the linears themselves. Shared ones once, unless each casts its own."""
+    a, h, full = setup.width, model.hidden, setup.method == "full"
+    between = 0 if full else a * setup.rank * width.adapters  # the two matrices of an adapter
+    if _copies(setup):
+        return float((4 if setup.adapters == "float32" else 2) * width.adapted_in + between)
+    own = width.adapted_in - model.attention[3]  # the attention's output is saved already
     if full and setup.precision == "fp8":
-        inputs += a * width.adapted_in  # every linear quantizes its own copy
-    if setup.method == "lora" and setup.adapters != "same" and setup.width == 2:
-        inputs = (4.0 if setup.adapters == "float32" else 2.0) * width.adapted_in  # every adapter casts its own copy
-    if setup.saved_fp8:
-        inputs, total = inputs / 2, total / 2
-    return total + inputs
+        return float(a * (own + width.adapted_in))  # every linear rounds its own copy
+    if full and a == 2 and setup.sharding != "fsdp":
+        return float(a * own)
+    dense = 0 if width.routed else width.ffn
+    return float(a * (h + (h if full or dense else 0) + dense) + between)
+
+
+def _copies(setup: Setup) -> bool:
+    """Whether every adapter casts its own copy of its input."""
+    return setup.method == "lora" and setup.adapters != "same" and setup.width == 2
 
 
 def selective_per_token(model: Model, setup: Setup, width: Width) -> float:
@@ -161,20 +194,27 @@ def selective_per_token(model: Model, setup: Setup, width: Width) -> float:
     return float(setup.width * (2 * model.hidden + q + k + v + out + 2 * width.ffn) + 4 * model.heads)
 
 
+def _stream(setup: Setup) -> int:
+    """Bytes of a value between layers: float32 where autocast works over float32 master weights."""
+    return 4 if setup.method == "full" and setup.sharding != "fsdp" else setup.width
+
+
 def _blocks(model: Model, setup: Setup) -> tuple[float, dict[int, float]]:
     """What all layers keep until backward, and per kind of layer what recomputing one of them brings back."""
     kept, working = 0.0, {}
     for index, width in enumerate(model.widths):
         whole = saved_per_token(model, setup, width) * setup.tokens
-        quantized = 2.0 * width.parameters if setup.method == "full" and setup.precision == "fp8" else 0.0
-        whole += quantized  # the rounded weight that a linear multiplied by
+        if setup.method == "full" and setup.precision == "fp8":
+            whole += 2.0 * width.parameters  # the rounded weight that a linear multiplied by
+        if setup.method == "lora" and _trains_experts(model, setup, width):
+            whole += float(setup.width * width.experts)  # the sum of weight and adapter, made anew in every pass
         working[index] = whole
         if setup.checkpointing == "none":
             kept += width.layers * whole
         elif setup.checkpointing == "selective":
             kept += width.layers * min(whole, selective_per_token(model, setup, width) * setup.tokens)
         else:
-            kept += width.layers * setup.width * model.hidden * setup.tokens
+            kept += width.layers * _stream(setup) * model.hidden * setup.tokens
     return kept, working
 
 

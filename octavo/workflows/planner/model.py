@@ -26,16 +26,18 @@ PACKED = ("weight_packed", "qweight", "qzeros", "weight_shape", "SCB")
 class Width:
     """One kind of decoder layer. layers: how many. ffn: width of the MLP that one token passes, all its experts
     together. routed: of them, copies of the token that the router sends out. adapted_in, adapted_out: inputs and
-    outputs of the linears that get an adapter, summed. parameters: of one layer. active: linear parameters that one
-    token multiplies. linear: (rows, columns) of the largest linear."""
+    outputs of the linears that get an adapter, summed; adapters: their number. parameters: of one layer; experts: of
+    all its experts. active: linear parameters that one token multiplies. linear: (rows, columns) of the largest."""
 
     layers: int
     ffn: int
     routed: int
     adapted_in: int
     adapted_out: int
+    adapters: int
     parameters: int
     active: int
+    experts: int
     linear: tuple[int, int]
 
 
@@ -155,6 +157,7 @@ class Model:
             # PEFT adapts nn.Linear. Transformers' routers are none, but for the gate of Qwen2-MoE's shared expert.
             linear = kind == "linear" or module.endswith(".shared_expert_gate")
             linear = linear or (kind == "tower" and len(shape) == 2 and "embed" not in name)
+            linear = linear and not (self.family.adapts_experts and ".mlp." in module)
             if linear and module != name and self._targeted(module):
                 found[module] = (shape[0], shape[1])
         if not found:
@@ -162,8 +165,30 @@ class Model:
         return found
 
     def adapter_parameters(self, rank: int) -> int:
-        """Of LoRA: rank * (in + out) for every adapted linear."""
-        return sum(rank * (rows + cols) for rows, cols in self.adapted.values())
+        """Of LoRA: rank * (in + out) for every adapted linear. For experts that PEFT adapts too, a rank for each,
+        doubled for gate and up, which are one tensor."""
+        total = sum(rank * (rows + cols) for rows, cols in self.adapted.values())
+        if not self.adapts_experts:
+            return total
+        for name, kind in self.roles.items():
+            shape = self.shapes[name]
+            if kind == "router" and name.endswith(".weight"):
+                total += rank * (shape[0] + shape[1])
+            elif kind == "expert":
+                count, rows, cols = shape if len(shape) == 3 else (1, *shape)
+                leaf = name.removesuffix(".weight").rpartition(".")[2]
+                if leaf == "gate_up_proj":
+                    total += 2 * rank * count * (rows + cols)
+                elif leaf in ("down_proj", "w2"):
+                    total += rank * count * (rows + cols)
+                else:  # gate or up on its own, half of what Transformers stacks
+                    total += rank * count * (2 * rows + cols)
+        return total
+
+    @property
+    def adapts_experts(self) -> bool:
+        """Whether LoRA trains the experts: then each pass makes new weights for all of them."""
+        return self.family.adapts_experts and not self.target_modules
 
     @cached_property
     def widths(self) -> list[Width]:
@@ -206,8 +231,10 @@ class Model:
             routed=chosen,
             adapted_in=sum(cols for _, cols in adapted),
             adapted_out=sum(rows for rows, _ in adapted),
+            adapters=len(adapted),
             parameters=sum(prod(self.shapes[n]) for n in names),
             active=active,
+            experts=sum(prod(s) for n, s in matrices.items() if self.roles[n] == "expert"),
             linear=(largest[0], largest[1]),
         )
 

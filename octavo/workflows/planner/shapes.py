@@ -21,6 +21,10 @@ class Family:
     """How a decoder differs from Llama's. norms: those of a layer over the hidden size. qkv_bias, o_bias: a fixed
     answer, or the config key that has it. qk_norm: `head` (one weight of head_dim), `full` (of the whole projection).
     attention, mlp: names below. tied: the default of tie_word_embeddings where the config does not say.
+
+    scores: bytes per head and key that attention keeps where the class has no fused kernel. gated: values of the MLP's
+    width that its activation keeps. adapts_experts: PEFT puts adapters on stacked experts and router and on no other
+    linear of an MLP, because Transformers 4 had them as linears.
     """
 
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
@@ -30,6 +34,9 @@ class Family:
     attention: str = "gqa"
     mlp: str = "gated"
     tied: bool = False
+    scores: int = 0
+    gated: int = 3
+    adapts_experts: bool = False
 
 
 _FOUR_NORMS = (
@@ -46,16 +53,18 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family(qkv_bias=True),
     "qwen3": Family(qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="head"),
     "gemma": Family(tied=True),
-    "gemma2": Family(norms=_FOUR_NORMS, tied=True),
+    "gemma2": Family(norms=_FOUR_NORMS, tied=True, scores=8),
     "gemma3_text": Family(norms=_FOUR_NORMS, qk_norm="head", tied=True),
     "phi3": Family(attention="fused", mlp="fused"),
     "olmo2": Family(norms=("post_attention_layernorm", "post_feedforward_layernorm"), qk_norm="full"),
-    "mixtral": Family(mlp="mixtral"),
+    "mixtral": Family(mlp="mixtral", adapts_experts=True),
     "qwen2_moe": Family(qkv_bias="qkv_bias", mlp="qwen2_moe"),
-    "qwen3_moe": Family(qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="head", mlp="qwen3_moe"),
-    "gpt_oss": Family(qkv_bias=True, o_bias=True, attention="sinks", mlp="gpt_oss"),
-    "deepseek_v2": Family(attention="mla", mlp="deepseek"),
-    "deepseek_v3": Family(attention="mla", mlp="deepseek"),
+    "qwen3_moe": Family(
+        qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="head", mlp="qwen3_moe", adapts_experts=True
+    ),
+    "gpt_oss": Family(qkv_bias=True, o_bias=True, attention="sinks", mlp="gpt_oss", scores=2, gated=6),
+    "deepseek_v2": Family(attention="mla", mlp="deepseek", adapts_experts=True),
+    "deepseek_v3": Family(attention="mla", mlp="deepseek", adapts_experts=True),
 }
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from octavo.workflows.planner.memory import Setup
+from octavo.workflows.planner.memory import Setup, trained_parameters
 from octavo.workflows.planner.model import Model, Width
 from octavo.workflows.planner.tables import Gpu, Machine, factor, load, rate
 
@@ -79,7 +79,7 @@ def step_time(
     compute = max(device, launches)
     scale = compute / device
     exposed = _exposed(model, setup, machine, nodes, compute)
-    trained = model.adapter_parameters(setup.rank) if setup.method == "lora" else model.parameters
+    trained = trained_parameters(model, setup)
     shards = setup.world if setup.sharding == "fsdp" else 1
     once = 28.0 * trained / shards / kind.copy  # AdamW reads and writes four float32 values, less what it only reads
     once += _all_reduce(model, setup, machine, nodes, trained)

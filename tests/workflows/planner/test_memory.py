@@ -72,6 +72,22 @@ def test_full_training_is_sixteen_bytes_a_parameter_and_two_of_autocast():
     assert sum(sharded.persistent.values()) == 2 * MODEL.parameters
 
 
+def test_experts_that_lora_trains_cost_a_copy_of_all_of_them():
+    model = read_model("Qwen3-30B-A3B")
+    none = Setup(context=1024, checkpointing="none")
+    attention = read_model("Qwen3-30B-A3B", ("q_proj", "k_proj", "v_proj", "o_proj"))
+    copies = 2 * model.widths[0].experts * model.layers
+    assert copies > 50e9
+    assert memory(model, none).instants["backward"] - memory(attention, none).instants["backward"] > copies
+    found, rejected = search(
+        model, [Machine("", gpus()["b300"], 1)], [replace(none, precision="fp8")], Limits(1), "channel"
+    )
+    assert not found and "--target-modules" in rejected[0].reason
+    assert search(attention, [Machine("", gpus()["b300"], 1)], [replace(none, precision="fp8")], Limits(1), "channel")[
+        0
+    ]
+
+
 def test_sharding_keeps_a_gathered_block_and_ddp_buckets():
     sharded = memory(MODEL, replace(PLAIN, method="full", sharding="fsdp", world=8))
     assert sharded.instants["save"] > 2 * 2 * MODEL.widths[0].parameters

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from octavo.base.errors import ConfigError
+from octavo.workflows.planner.model import Model
 from octavo.workflows.planner.shapes import FAMILIES, shapes_of
 
 SIZES = {
@@ -89,6 +90,23 @@ def test_every_tensor_is_the_one_transformers_makes(name):
     mine = shapes_of(config)
     assert {n: s for n, s in mine.items() if real.get(n) != s} == {}
     assert {n: s for n, s in real.items() if n not in mine} == {}
+
+
+@pytest.mark.filterwarnings("ignore:.*_pattern keys:RuntimeWarning")
+@pytest.mark.parametrize(
+    "name", ["qwen2", "phi3", "mixtral", "qwen2_moe", "qwen3_moe-mixed", "gpt_oss", "deepseek_v3", "llava-clip"]
+)
+def test_adapters_are_those_that_peft_makes(name):
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    from octavo.integrations.peft import get_peft_model, lora_config
+
+    made = AutoConfig.for_model(**CASES[name])
+    kind = AutoModelForImageTextToText if "vision_config" in CASES[name] else AutoModelForCausalLM
+    model = kind.from_config(made)
+    model = get_peft_model(model, lora_config(model, rank=4, alpha=8))
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert Model.from_config(name, made.to_dict()).adapter_parameters(4) == trained
 
 
 def test_every_family_is_compared():
