@@ -20,7 +20,7 @@ from octavo.base.errors import ConfigError
 from octavo.integrations.kv_cache import cached_logits
 from octavo.integrations.measuring import Opened, attention_names, logits, stored_names
 from octavo.integrations.scoring import score, spread
-from octavo.modules.divergence import Divergence, Estimate, t_quantile
+from octavo.modules.divergence import Divergence, Estimate, known, t_quantile
 from octavo.modules.kv_cache import Float8KVWriter
 from octavo.store.kv_report import KVCacheReport, KVLayer, KVScale, KVVerdict
 from octavo.store.kv_scales import stored_kv_scales
@@ -107,19 +107,19 @@ def check_kv_cache(
         tokens=windows.numel(),
         windows=len(windows),
         rise_percent=total.rise.mean,
-        rise_percent_se=_known(total.rise.se),
+        rise_percent_se=known(total.rise.se),
         kl=total.kl.mean,
-        kl_se=_known(total.kl.se),
+        kl_se=known(total.kl.se),
         kl_p99=total.kl_p99,
         greedy_changed=1 - total.top1.mean,
-        greedy_changed_se=_known(total.top1.se),
+        greedy_changed_se=known(total.top1.se),
         clipped=sum(c.clipped for c in counts) / max(sum(c.values for c in counts), 1),
         limit=limit,
         verdict=verdict,
         reason=_reason(verdict, total.kl, rest.kl if rest else None, kept, len(windows), limit),
         keep_layers=kept,
         kept_kl=rest.kl.mean if rest else None,
-        kept_kl_se=_known(rest.kl.se) if rest else None,
+        kept_kl_se=known(rest.kl.se) if rest else None,
         attribution_tokens=spread(windows, attribution_tokens).numel() if attribution_tokens else 0,
         layers=_layers(check, writer, single),
     )
@@ -163,7 +163,7 @@ def _layers(check: KVCheck, writer: Float8KVWriter, single: dict[int, Divergence
                 v_scale=scale[1],
                 clipped=count.clipped / max(count.values, 1),
                 kl=found.kl.mean if found else None,
-                kl_se=_known(found.kl.se) if found else None,
+                kl_se=known(found.kl.se) if found else None,
                 greedy_changed=1 - found.top1.mean if found else None,
                 sensitive=found is not None and found.kl.mean > SENSITIVE * median,
             )
@@ -189,7 +189,3 @@ def _reason(
 def _upper(kl: Estimate, windows: int) -> float:
     """The end of the 95 % interval; a single window has none."""
     return kl.mean + t_quantile(windows) * kl.se if windows > 1 else (0.0 if kl.mean == 0 else math.inf)
-
-
-def _known(value: float) -> float | None:
-    return value if math.isfinite(value) else None

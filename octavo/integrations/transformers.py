@@ -216,7 +216,8 @@ def _is_known(model_type: object) -> bool:
 
 
 def _refuse_incomplete(folder: Path, info: dict[str, Any]) -> None:
-    unexpected = sorted(info.get("unexpected_keys") or ())
+    kv_scales = (".k_scale", ".v_scale", ".q_scale")  # of an engine's KV cache: nothing is lost without them
+    unexpected = sorted(name for name in info.get("unexpected_keys") or () if not name.endswith(kv_scales))
     if unexpected:
         logger().warning(
             "%s: %d tensors have no place in the model, such as %s", folder, len(unexpected), unexpected[0]

@@ -35,6 +35,11 @@ class Estimate:
         return cls(mean, math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1) / n))
 
 
+def known(value: float) -> float | None:
+    """A figure for a report: None for what a single window leaves open (nan)."""
+    return value if math.isfinite(value) else None
+
+
 def t_quantile(windows: int) -> float:
     """The two-sided 95 % point of Student's t for a mean of so many windows; inf for one.
 

@@ -6,7 +6,6 @@ than the effect of FP8 on it.
 
 from __future__ import annotations
 
-import math
 import time
 from contextlib import AbstractContextManager
 from functools import partial
@@ -29,7 +28,7 @@ from octavo.integrations.lm_eval import harness_answers
 from octavo.integrations.moments import moments_for
 from octavo.integrations.scoring import Logits, attribution, score, spread
 from octavo.integrations.tasks import BUNDLED, TaskScore, make_task, right_answers
-from octavo.modules.divergence import Divergence
+from octavo.modules.divergence import Divergence, known
 from octavo.store.kv_report import KVCacheReport, KVScale
 from octavo.store.moments import Moments
 from octavo.store.policy import Policy
@@ -257,7 +256,7 @@ def score_tasks(
 
 
 def _part(name: str, found: Divergence) -> Part:
-    return Part(name=name, kl=found.kl.mean, kl_se=_known(found.kl.se), greedy_changed=1 - found.top1.mean)
+    return Part(name=name, kl=found.kl.mean, kl_se=known(found.kl.se), greedy_changed=1 - found.top1.mean)
 
 
 def moments_of(config: EvaluateConfig) -> AbstractContextManager[Moments | None]:
@@ -315,27 +314,27 @@ def alone(model: nn.Module, windows: torch.Tensor) -> dict[str, Any]:
     """Perplexity of one model over windows of tokens, int64 [n, T]."""
     result = measuring.perplexity(model, windows, "Evaluating")
     text = f"perplexity {_figure(result.value, result.se, 3)}"
-    return {"perplexity": result.value, "perplexity_se": _known(result.se), "verdict": text}
+    return {"perplexity": result.value, "perplexity_se": known(result.se), "verdict": text}
 
 
 def difference(result: Divergence, windows: int) -> dict[str, Any]:
     """A paired comparison over so many windows, as fields of the report."""
     return {
         "perplexity": result.candidate.value,
-        "perplexity_se": _known(result.candidate.se),
+        "perplexity_se": known(result.candidate.se),
         "reference_perplexity": result.reference.value,
-        "reference_perplexity_se": _known(result.reference.se),
+        "reference_perplexity_se": known(result.reference.se),
         "rise_percent": result.rise.mean,
-        "rise_percent_se": _known(result.rise.se),
+        "rise_percent_se": known(result.rise.se),
         "kl": result.kl.mean,
-        "kl_se": _known(result.kl.se),
+        "kl_se": known(result.kl.se),
         "kl_p99": result.kl_p99,
         "top1": result.top1.mean,
-        "top1_se": _known(result.top1.se),
+        "top1_se": known(result.top1.se),
         "lost": result.lost.mean,
-        "lost_se": _known(result.lost.se),
+        "lost_se": known(result.lost.se),
         "gained": result.gained.mean,
-        "gained_se": _known(result.gained.se),
+        "gained_se": known(result.gained.se),
         "within_noise": result.within_noise,
         "verdict": verdict(result, windows),
     }
@@ -343,7 +342,7 @@ def difference(result: Divergence, windows: int) -> dict[str, Any]:
 
 def verdict(result: Divergence, windows: int) -> str:
     """What the figures allow to say, in one sentence."""
-    change = f"perplexity {_figure(result.rise.mean, _known(result.rise.se), 2, ' %', sign=True)}"
+    change = f"perplexity {_figure(result.rise.mean, known(result.rise.se), 2, ' %', sign=True)}"
     if windows == 1:
         return f"{change}: a single window cannot tell a difference from noise"
     if result.kl.mean == 0:
@@ -352,10 +351,6 @@ def verdict(result: Divergence, windows: int) -> str:
         return f"{change}: within noise over {windows} windows; KL {result.kl.mean:.5f} shows how far the models differ"
     better = "better" if result.rise.mean < 0 else "worse"
     return f"{change}: {better} than the reference beyond noise; KL {result.kl.mean:.5f}"
-
-
-def _known(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def _figure(value: float | None, se: float | None, digits: int, unit: str = "", *, sign: bool = False) -> str:

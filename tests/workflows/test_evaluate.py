@@ -212,6 +212,26 @@ def test_tasks_and_page(tiny_llama, data, tmp_path):
         run(tiny_llama, data, kv_cache="fp8", tasks=("arithmetic", "hellaswag"))
 
 
+def test_tasks_of_lm_eval(tiny_llama, data, tmp_path, monkeypatch):
+    """From a folder of one's own, on both models, paired; the model itself loses nothing."""
+    pytest.importorskip("lm_eval")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "sky.jsonl").write_text(
+        "\n".join(json.dumps({"place": p, "label": 0}) for p in ("Rome", "Mars", "Oslo"))
+    )
+    (tmp_path / "sky.yaml").write_text(
+        "task: sky\ndataset_path: json\ntest_split: test\noutput_type: multiple_choice\ndoc_to_target: label\n"
+        f"dataset_kwargs: {{data_files: {{test: {tmp_path / 'sky.jsonl'}}}}}\n"
+        "doc_to_text: 'The sky over {{place}} is'\ndoc_to_choice: [red, green]\n"
+        "metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]\n"
+    )
+    settings = {"tokens": 64, "tasks": ("sky",), "task_folder": tmp_path, "task_items": 2}
+    report = run(tiny_llama, data, against=str(tiny_llama), **settings)
+    (task,) = report.tasks
+    assert (task.name, task.items, task.lost, task.gained) == ("sky", 2, 0, 0)
+    assert task.accuracy == task.reference_accuracy
+
+
 def test_bad_input(tiny_llama, data, tmp_path):
     with pytest.raises(CheckpointError, match="does not exist"):
         run(tmp_path / "nothing", data)

@@ -107,7 +107,10 @@ def _check_scheme(engine: str, kv: dict[str, Any], where: str, out: Findings) ->
 
 
 def _check_presence(model: Model, known: dict[str, dict[str, Stored]], where: str, out: Findings) -> None:
-    fix = "Calibrate: `octavo calibrate MODEL --data D --out scales.json`, or remove kv_cache_scheme."
+    fix = (
+        "Calibrate with `octavo calibrate MODEL --data D --out scales.json`, then `octavo quantize MODEL OUT "
+        "--kv-cache fp8 --scales scales.json`; or remove kv_cache_scheme."
+    )
     layers = [i for i, modules in model.layers.items() if any(m.leaf in ("k_proj", "qkv_proj") for m in modules)]
     if not known:
         text = "The KV cache is declared FP8 and no k_scale or v_scale is stored: engines use 1.0 and do not say so."
