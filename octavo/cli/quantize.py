@@ -25,7 +25,7 @@ def quantize(
     layout: Annotated[str | None, option("How the files spell it.", "ct", "ct|native")] = None,
     scale_format: Annotated[str | None, option("po2: powers of two.", "fp32", "fp32|po2")] = None,
     rounding: Annotated[str | None, option("Onto the FP8 grid.", "nearest", "nearest|compensated")] = None,
-    method: Annotated[str | None, option("Of finding scales.", "absmax", "absmax|mse")] = None,
+    method: Annotated[str | None, option("Of scales; the best for the rounding.", None, "absmax|mse|hessian")] = None,
     activation: Annotated[str | None, option("When served. By default the scheme's.", None, ACTIVATIONS)] = None,
     skip: Annotated[list[str] | None, option("Stays in 16 bit: a name, a glob, or re:...", None, "PATTERN")] = None,
     policy: Policy = None,

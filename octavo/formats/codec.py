@@ -32,6 +32,17 @@ def encode(x: torch.Tensor, spec: FloatSpec) -> torch.Tensor:
     return (code | sign).to(torch.uint8)
 
 
+def nearest(y: torch.Tensor, spec: FloatSpec) -> torch.Tensor:
+    """Round float32 y to the values of `spec`, nearest, ties to even, saturating: decode(encode(y)) without the codes.
+
+    The step at y is 2**(exponent(y) - mantissa bits), at least the smallest subnormal. Dividing by it is exact.
+    """
+    y = y.clamp(-spec.max, spec.max)
+    power = (y.view(torch.int32) & 0x7F800000).view(torch.float32)
+    step = (power * 2.0**-spec.mantissa).clamp(min=spec.min_subnormal)
+    return (y / step).round_().mul_(step)
+
+
 def decode(codes: torch.Tensor, spec: FloatSpec) -> torch.Tensor:
     """uint8 codes (or the float8 dtype of `spec`) -> float32, exact."""
     return decode_table(spec).to(codes.device)[codes.view(torch.uint8).int()]

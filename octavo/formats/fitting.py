@@ -111,7 +111,7 @@ def _fit_blocks(module: str, decision: Assignment, group: list[tuple[int, ...]],
     )
     if layout == "native":
         return replace(decision, rule=None, reason=f"{what}: stays in 16 bit")
-    return replace(decision, rule=replace(decision.rule, granularity=PerRow()), reason=f"{what}: one scale per channel")
+    return replace(decision, rule=decision.rule.per(PerRow()), reason=f"{what}: one scale per channel")
 
 
 def _fit_activation(decision: Assignment, layout: str, activation: str, model_type: str) -> Assignment:
@@ -124,7 +124,7 @@ def _fit_activation(decision: Assignment, layout: str, activation: str, model_ty
     if expert and layout == "ct" and isinstance(granularity, PerTensor) and activation != "static":
         granularity = PerRow()
         reason = "experts with one scale per tensor need static activations: one scale per channel"
-        decision = replace(decision, rule=replace(rule, granularity=granularity), reason=reason)
+        decision = replace(decision, rule=rule.per(granularity), reason=reason)
     served = served_activation(granularity, activation, expert=expert, layout=layout)
     if served != activation and expert and granularity == rule.granularity:
         decision = replace(decision, reason=f"{decision.reason}; experts run with activations per {served} only")

@@ -39,6 +39,23 @@ class Rule:
         _one_of("scale format", self.scale_format, SCALE_FORMATS)
         _one_of("rounding", self.rounding, ROUNDINGS)
 
+        if self.method == "hessian" and self.rounding == "nearest":
+            fix = "Use rounding 'compensated', which has them, or method 'mse'."
+            raise ConfigError("scale method 'hessian' needs the moments of a calibration", fix=fix)
+
+    def rounded(self, rounding: str, method: str | None = None) -> Rule:
+        """This rule with another rounding. method: of the scales; None is the best that costs no further data."""
+        if method is None and rounding == "compensated":
+            method = self.method if isinstance(self.granularity, PerTensor) else "hessian"
+        if method is None:
+            method = "absmax" if self.method == "hessian" else self.method
+        return replace(self, rounding=rounding, method=method)
+
+    def per(self, granularity: Granularity) -> Rule:
+        """This rule with scales per something else; one scale per tensor, which siblings share, is not searched."""
+        method = "absmax" if isinstance(granularity, PerTensor) else self.method
+        return replace(self, granularity=granularity, method=method)
+
     def __str__(self) -> str:
         extra = [x for x in (self.scale_format, self.method, self.rounding) if x not in ("fp32", "absmax", "nearest")]
         return " ".join([f"{self.spec} {self.granularity}", *extra])
@@ -75,13 +92,17 @@ class Recipe:
         _one_of("activation mode", self.activation, ACTIVATIONS)
 
     @classmethod
-    def named(cls, name: str, *, activation: str | None = None, skip: tuple[str, ...] = (), **rule: str) -> Recipe:
+    def named(
+        cls, name: str, *, activation: str | None = None, skip: tuple[str, ...] = (), **rule: str | None
+    ) -> Recipe:
         """A preset: `channel`, `block128` or `tensor`, with fields of the Rule replaced by keyword."""
         require_type("recipe", name, str)
         if name not in PRESETS:
             raise ConfigError(f"scheme '{name}' is unknown", fix=did_you_mean(name, PRESETS))
         base = PRESETS[name]
-        fixed = replace(base.rule, **{k: v for k, v in rule.items() if v is not None})  # type: ignore[arg-type]
+        given = {k: v for k, v in rule.items() if v is not None}
+        rounding, method = given.pop("rounding", base.rule.rounding), given.pop("method", None)
+        fixed = replace(base.rule, **given).rounded(rounding, method)  # type: ignore[arg-type]
         return replace(base, rule=fixed, activation=activation or base.activation, skip=skip)
 
     @property

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from octavo.base.errors import DataError, ShapeError
-from octavo.formats.codec import encode
+from octavo.formats.codec import encode, nearest
 from octavo.formats.granularity import Granularity
 from octavo.formats.spec import FloatSpec
 
@@ -41,6 +41,13 @@ class Curvature:
     live: torch.Tensor
     damping: float
     ridge: torch.Tensor
+
+    @property
+    def diagonal(self) -> torch.Tensor:
+        """Mean squares of the inputs, float32 [K], in their own order; zero for dead ones."""
+        result = torch.empty_like(self.moments.diagonal())
+        result[self.order] = self.moments.diagonal()
+        return result
 
     @classmethod
     def of(cls, moments: torch.Tensor, damping: float = DAMPING) -> Curvature:
@@ -79,17 +86,6 @@ class Rounded:
     codes: torch.Tensor
     error: torch.Tensor
     error_nearest: torch.Tensor
-
-
-def nearest(y: torch.Tensor, spec: FloatSpec) -> torch.Tensor:
-    """Round float32 y to the values of `spec`, nearest, ties to even, saturating: decode(encode(y)) without the codes.
-
-    The step at y is 2**(exponent(y) - mantissa bits), at least the smallest subnormal. Dividing by it is exact.
-    """
-    y = y.clamp(-spec.max, spec.max)
-    power = (y.view(torch.int32) & 0x7F800000).view(torch.float32)
-    step = (power * 2.0**-spec.mantissa).clamp(min=spec.min_subnormal)
-    return (y / step).round_().mul_(step)
 
 
 def compensated(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from octavo.base.errors import ConfigError
-from octavo.formats.codec import decode, encode
+from octavo.formats.codec import nearest
 from octavo.formats.granularity import Granularity
 from octavo.formats.spec import FloatSpec
 
@@ -19,11 +19,12 @@ ZERO_TILE_SCALE = 1.0
 SCALE_FLOOR = 2.0**-126
 
 SCALE_FORMATS = ("fp32", "po2")
-SCALE_METHODS = ("absmax", "mse")
+SCALE_METHODS = ("absmax", "mse", "hessian")
 
-# Shrink factors that the MSE search tries, 1.0 first so that ties keep absmax. E4M3 codes repeat their relative grid
-# every factor of two, so one octave holds all there is to find.
-MSE_CANDIDATES = tuple(2.0 ** (-step / 32) for step in range(33))
+# What a search tries, times the absmax scale; 1.0 first, so that ties keep absmax. E4M3 repeats its relative grid every
+# factor of two, so one octave holds all there is to find; upwards, where nothing saturates.
+CANDIDATES = tuple(2.0 ** (step / 16) for step in range(16))
+PO2_CANDIDATES = (1.0, 0.5)
 
 
 def scale_of(amax: torch.Tensor, spec: FloatSpec, scale_format: str = "fp32") -> torch.Tensor:
@@ -49,22 +50,29 @@ def is_power_of_two(scale: torch.Tensor) -> torch.Tensor:
     return (scale.float().view(torch.int32) & 0x7FFFFF) == 0
 
 
-def mse_scale(x: torch.Tensor, spec: FloatSpec, granularity: Granularity, scale_format: str = "fp32") -> torch.Tensor:
-    """Per tile, the scale among MSE_CANDIDATES * absmax scale with the least squared error after saturation.
+def mse_scale(
+    x: torch.Tensor,
+    spec: FloatSpec,
+    granularity: Granularity,
+    scale_format: str = "fp32",
+    importance: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Per tile, the scale among CANDIDATES * absmax scale with the least squared error.
 
-    Never worse than absmax, which is the first candidate. Inf and NaN carry no weight in the error.
+    importance: float32 [K], of the columns' errors; with the mean squares of a layer's inputs it is the error of the
+    layer's outputs, correlations aside. Never worse than absmax. Inf and NaN carry no weight.
     """
     finite = torch.isfinite(x)
     x = torch.where(finite, x, torch.zeros_like(x)).float()
     amax = granularity.amax(x)
     best_scale = scale_of(amax, spec, scale_format)
     best_error: torch.Tensor | None = None
-    candidates = MSE_CANDIDATES if scale_format == "fp32" else (1.0, 0.5)
     start = best_scale
-    for factor in candidates:
+    for factor in CANDIDATES if scale_format == "fp32" else PO2_CANDIDATES:
         scale = torch.where(amax > 0, (start * factor).clamp(min=SCALE_FLOOR), start)
         wide = granularity.expand(scale, tuple(x.shape))
-        error = granularity.reduce((decode(encode(x / wide, spec), spec) * wide - x).square(), "sum")
+        square = (nearest(x / wide, spec) * wide - x).square()
+        error = granularity.reduce(square if importance is None else square * importance, "sum")
         if best_error is None:
             best_error = error
             continue

@@ -148,7 +148,7 @@ def _nearest_elsewhere(plan: LoadPlan, calibrated: Container[str]) -> None:
         parts = plan.experts(name)
         nearest += [part for part in parts if part not in calibrated] if parts else [name]
         if not parts:
-            plan.modules[name] = replace(module, rule=replace(module.rule, rounding="nearest"))
+            plan.modules[name] = replace(module, rule=module.rule.rounded("nearest"))
     if nearest:
         what = "%d linears have no calibrated inputs, or too few, and are rounded to nearest, such as %s"
         logger().warning(what, len(nearest), nearest[0])

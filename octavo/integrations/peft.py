@@ -10,7 +10,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -69,7 +68,7 @@ class Float8LoraLinear(LoraLinear):  # type: ignore[misc]
             raise RefusedError(
                 f"merging adapter {', '.join(names)}", got="NaN or Inf in the sum", fix="Train again or drop it."
             )
-        codes = quantize(target, replace(base.rule, rounding="nearest"))
+        codes = quantize(target, base.rule.rounded("nearest"))
         self.kept = delta_kept(weight, target, codes)
         if self._unmerged is None:
             self._unmerged = before

@@ -171,7 +171,7 @@ class Streamer:
         """Of one expert: to nearest where too few tokens were routed to it."""
         if self.solve is not None and part in self.solve.moments:
             return rule
-        return replace(rule, rounding="nearest")
+        return rule.rounded("nearest")
 
     def _quantize(self, module: str, x: torch.Tensor, scale: torch.Tensor | None = None) -> ScaledTensor:
         plan = self.plan.modules[module]

@@ -100,7 +100,7 @@ def load(
 def _rounded(recipe: Recipe | str | None, rounding: str) -> Recipe:
     """The recipe with this rounding instead of its own."""
     chosen = recipe if isinstance(recipe, Recipe) else Recipe.named(recipe or "channel")
-    return replace(chosen, rule=replace(chosen.rule, rounding=rounding))
+    return replace(chosen, rule=chosen.rule.rounded(rounding))
 
 
 def _load(

@@ -35,14 +35,19 @@ _ALL_BINS = (0xFF + 1) * BINS_PER_OCTAVE - 1  # exponent and kept mantissa bits,
 _FIRST_BIN = (127 + FIRST_EXPONENT) * BINS_PER_OCTAVE
 
 
-def histogram(x: torch.Tensor) -> torch.Tensor:
-    """Magnitudes of finite x (any shape) -> counts, int64 [BINS]. Smaller ones count in the first bin, larger last."""
+def histogram(x: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+    """Magnitudes of finite x (any shape) -> counts, int64 [BINS]. Smaller ones count in the first bin, larger last.
+
+    weights: of x's shape; sums of them then, float64 [BINS].
+    """
     bits = x.detach().float().contiguous().view(torch.int32).flatten()
+    given = None if weights is None else weights.detach().flatten()
     if bits.device.type == "cpu":  # NumPy counts ten times faster than torch on a busy CPU
         index = (bits.numpy().view(np.uint32) >> _SHIFT) & _ALL_BINS
-        wide = torch.from_numpy(np.bincount(index, minlength=_ALL_BINS + 1))
+        wide = torch.from_numpy(np.bincount(index, None if given is None else given.numpy(), minlength=_ALL_BINS + 1))
     else:
-        wide = torch.bincount((bits >> _SHIFT) & _ALL_BINS, minlength=_ALL_BINS + 1)
+        given = None if given is None else given.double()
+        wide = torch.bincount((bits >> _SHIFT) & _ALL_BINS, given, minlength=_ALL_BINS + 1)
     last = _FIRST_BIN + BINS
     counts = wide[_FIRST_BIN:last].clone()
     counts[0] += wide[:_FIRST_BIN].sum()
@@ -61,6 +66,7 @@ class InputStats:
     """What a linear of K inputs has been given.
 
     tokens: rows seen. channel_amax: float32 [K], the largest magnitude of each input. counts: see `histogram`.
+    energy: float64 [BINS], squares of the magnitudes of a bin as shares of their token's energy, summed over tokens.
     rows: sampled inputs, each [r, K], for measuring the error of outputs.
     """
 
@@ -68,6 +74,7 @@ class InputStats:
     tokens: int = 0
     channel_amax: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
     counts: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
+    energy: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
     rows: list[torch.Tensor] = field(default_factory=list)
 
     @classmethod
@@ -76,7 +83,8 @@ class InputStats:
         count = min(rows, len(x))
         picks = [(2 * i + 1) * len(x) // (2 * count) for i in range(count)]
         kept = [x[picks].clone()] if picks else []
-        return cls(x.shape[1], len(x), torch.linalg.vector_norm(x, math.inf, dim=0).float(), histogram(x), kept)
+        amax = torch.linalg.vector_norm(x, math.inf, dim=0).float()
+        return cls(x.shape[1], len(x), amax, histogram(x), histogram(x, _shares(x)), kept)
 
     def merge(self, other: InputStats) -> None:
         """Add what another observed."""
@@ -84,6 +92,7 @@ class InputStats:
         self.tokens += other.tokens
         self.channel_amax = other.channel_amax if first else torch.maximum(self.channel_amax, other.channel_amax)
         self.counts = other.counts if first else self.counts + other.counts
+        self.energy = other.energy if first else self.energy + other.energy
         self.rows.extend(other.rows)
 
     @property
@@ -294,6 +303,14 @@ class ExpertProducts(TorchFunctionMode):
 
 def _rows_of(expert: int, given: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     return whole[expert][given]
+
+
+def _shares(x: torch.Tensor) -> torch.Tensor:
+    """Squares of x [tokens, K] as shares of their token's energy; magnitudes beyond 2**24 must not overflow."""
+    x = x.detach().float()
+    scaled = x / torch.linalg.vector_norm(x, math.inf, dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    square: torch.Tensor = scaled.square()
+    return square / square.sum(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def _not_finite(what: str, nan: bool) -> CheckpointError:

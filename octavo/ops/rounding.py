@@ -12,6 +12,7 @@ import torch
 from octavo.base.errors import DataError
 from octavo.formats.recipe import Rule
 from octavo.formats.rounding import Curvature, compensated
+from octavo.formats.scale import mse_scale
 from octavo.formats.scaled import ScaledTensor
 from octavo.ops.backends import Problem, kernels
 from octavo.ops.quantize import quantize
@@ -61,12 +62,18 @@ class Compensator:
         place = torch.device(self.device) if self.device is not None else x.device
         curvature = self._curvature(module, place)
         if scale is None:
-            scale = quantize(x, replace(rule, rounding="nearest")).scale
+            scale = self._scale(x.to(place), rule, curvature).to(x.device)
         found = compensated(x.to(place), curvature, scale.to(place), rule.granularity, rule.spec)
         with self._lock:
             self.error += float(found.error.double().sum())
             self.error_nearest += float(found.error_nearest.double().sum())
         return ScaledTensor(found.codes.to(x.device), scale, rule.spec, rule.granularity)
+
+    def _scale(self, x: torch.Tensor, rule: Rule, curvature: Curvature) -> torch.Tensor:
+        """The scales that the rule's method finds, on x's device."""
+        if rule.method == "hessian":
+            return mse_scale(x, rule.spec, rule.granularity, rule.scale_format, curvature.diagonal)
+        return quantize(x, replace(rule, rounding="nearest")).scale
 
     def _curvature(self, module: str, place: torch.device) -> Curvature:
         key = self.moments.key(module)

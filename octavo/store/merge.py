@@ -190,7 +190,9 @@ class Merge:
         self.survival.add(module, before, dequantize_ref(after), delta, h)
         rule = self._rules[module]
         if rule is not None and rule.rounding != "nearest":
-            self.nearest.add(module, before, dequantize_ref(quantize_by(before, rule, after.scale)), delta, h)
+            shared = isinstance(rule.granularity, PerTensor)  # any other scale nearest finds for itself
+            scale = after.scale if shared else None
+            self.nearest.add(module, before, dequantize_ref(quantize_by(before, rule, scale)), delta, h)
 
     def _moments_of(self, module: str) -> torch.Tensor | None:
         """Read once for the slices of a module and for its siblings."""
@@ -213,7 +215,8 @@ class Merge:
 
 def quantize_by(x: torch.Tensor, rule: Rule, scale: torch.Tensor | None = None) -> ScaledTensor:
     """quantize_ref with the settings of a rule; rounding to nearest."""
-    return quantize_ref(x, rule.spec, rule.granularity, method=rule.method, scale_format=rule.scale_format, scale=scale)
+    method = rule.rounded("nearest").method
+    return quantize_ref(x, rule.spec, rule.granularity, method=method, scale_format=rule.scale_format, scale=scale)
 
 
 def _dot(a: torch.Tensor, b: torch.Tensor) -> float:

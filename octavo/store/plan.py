@@ -94,8 +94,10 @@ def _check_sliceable(recipe: Recipe, calibrated: Moments | None) -> None:
             raise ConfigError(
                 "conversion without data", got=got, fix="Give calibration data, or use --rounding nearest."
             )
-        if rule.method == "mse" and isinstance(rule.granularity, PerTensor):
-            raise ConfigError("scale method 'mse' with one scale per tensor", need="scheme channel or block128")
+        if rule.method != "absmax" and isinstance(rule.granularity, PerTensor):
+            raise ConfigError(
+                f"scale method '{rule.method}' with one scale per tensor", need="scheme channel or block128"
+            )
 
 
 def _nearest_elsewhere(decided: Mapping[str, Assignment], calibrated: Moments | None) -> dict[str, Assignment]:
@@ -105,7 +107,7 @@ def _nearest_elsewhere(decided: Mapping[str, Assignment], calibrated: Moments | 
         if found.rule is not None and found.rule.rounding != "nearest" and module not in (calibrated or ()):
             why = calibrated.missing(module) if calibrated is not None else "its inputs were not calibrated"
             reason = f"{found.reason}; {why}, so it is rounded to nearest"
-            result[module] = replace(found, rule=replace(found.rule, rounding="nearest"), reason=reason)
+            result[module] = replace(found, rule=found.rule.rounded("nearest"), reason=reason)
     return result
 
 

@@ -134,7 +134,7 @@ class Policy(Report):
         overrides: dict[str, Rule | None] = {}
         for name, entry in self.exceptions():
             kept = entry.precision == "16bit"
-            overrides[name] = None if kept else replace(recipe.rule, granularity=PRESETS[entry.scheme].rule.granularity)
+            overrides[name] = None if kept else recipe.rule.per(PRESETS[entry.scheme].rule.granularity)
         return replace(recipe, overrides=(*overrides.items(), *recipe.overrides))
 
     def adopt(self, settings: Settings) -> Settings:

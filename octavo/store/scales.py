@@ -47,6 +47,7 @@ class KVScales(Report):
 class Scales(Report):
     """The file. model_fingerprint: `octavo.store.manifest.fingerprint` of the model; data_fingerprint: of the text.
 
+    input_scale_method: how `input_scale` was chosen: `amax`, or `mse`, the least error on what calibration saw.
     unseen: linears, such as rare experts, that no token of the data reached; they have no scale.
     channels_file: a safetensors file beside this one with `MODULE.input_channel_amax`, float32 [K].
     """
@@ -57,6 +58,7 @@ class Scales(Report):
     samples: int
     tokens: int
     modules: dict[str, ModuleScales]
+    input_scale_method: str = "amax"
     unseen: list[str] = pydantic.Field(default_factory=list)
     channels_file: str | None = None
     kv: dict[str, KVScales] = pydantic.Field(default_factory=dict)

@@ -20,7 +20,7 @@ from octavo.base.log import logger, progress
 from octavo.base.report import Config, Report, atomic_write
 from octavo.formats.architectures import fused_group
 from octavo.formats.recipe import Recipe
-from octavo.formats.scale import scale_of
+from octavo.formats.scale import ZERO_TILE_SCALE, scale_of
 from octavo.formats.spec import E4M3
 from octavo.integrations import measuring
 from octavo.integrations.data import calibration_samples
@@ -28,6 +28,7 @@ from octavo.integrations.moments import gather_moments
 from octavo.modules.experts import FrozenFloat8Experts
 from octavo.modules.observers import PERCENTILES, CacheObserver, InputObserver, InputStats
 from octavo.modules.sensitivity import float_weight, output_error, weight_errors
+from octavo.modules.static_scale import static_scale
 from octavo.store.manifest import fingerprint
 from octavo.store.scales import KVScales, ModuleScales, Scales
 from octavo.store.tensors import Checkpoint
@@ -43,7 +44,8 @@ class CalibrateConfig(Config):
     samples: windows of `context` tokens, or conversations cut to it; fewer if the data holds fewer.
     channels: write the largest input of every channel too, into a safetensors file beside `out`.
     moments: a folder for the second moments of the inputs, which compensated rounding needs. weighting: of the tokens
-    in them: `none`, or `fisher`, as much as the loss depends on each.
+    in them: `none`, or `fisher`, as much as the loss depends on each. input_scale: how static scales are chosen, see
+    `octavo.modules.static_scale`.
     scheme, activation: of the W8A8 error that ranks the linears. dtype: of the arithmetic.
     """
 
@@ -55,6 +57,7 @@ class CalibrateConfig(Config):
     channels: bool = True
     moments: Path | None = None
     weighting: Literal["none", "fisher"] = "fisher"
+    input_scale: Literal["amax", "mse"] = "mse"
     scheme: Literal["channel", "block128", "tensor"] = "channel"
     activation: Literal["static", "token", "group128"] = "token"
     device: str | None = None
@@ -120,6 +123,7 @@ def calibrate(config: CalibrateConfig) -> CalibrateReport:
         samples=len(samples),
         tokens=sum(map(len, samples)),
         modules=modules,
+        input_scale_method=config.input_scale,
         unseen=unseen,
         kv=kv_scales(kv, measuring.attention_names(opened.model, stored), checkpoint.text_config.get("kv_lora_rank")),
         channels_file=channels_file.name if channels_file else None,
@@ -242,7 +246,8 @@ def _module_scales(
 ) -> ModuleScales:
     amax = stats.amax or 0.0
     inputs = stats.sample().to(weight.device)
-    scale = _scale(amax, name)
+    _scale(amax, name)  # says no to what is not finite
+    scale = static_scale(stats, config.input_scale) or ZERO_TILE_SCALE
     static = scale if config.activation == "static" else None
     return ModuleScales(
         input_amax=amax,

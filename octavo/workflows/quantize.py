@@ -36,7 +36,8 @@ class QuantizeConfig(Config):
     scheme: channel (default), block128 or tensor. layout: ct (compressed-tensors) or native. scale_format: fp32 or po2.
     rounding: nearest, or compensated, which needs `moments` (what octavo calibrate --moments wrote) or `data`, a
     source of text to calibrate on (`samples` of `context` tokens, `weighting` as in calibrate, run on `device`).
-    method: absmax, or mse, which searches the scale. activation: none, static, token or group128; the scheme's own when
+    method: of the weights' scales: absmax, mse (least error of the weights) or hessian (of the outputs, for compensated
+    rounding, which takes it by default). activation: none, static, token or group128; the scheme's own when
     empty. skip: patterns of modules to keep in 16 bit: a full name, a glob, or `re:` and a regular expression.
     policy: policy.json of this model, from octavo tune: layers that stay in 16 bit or take another scheme.
     scales: scales.json, for static activations. kv_cache: `fp8` stores and declares its scales of keys and values.
@@ -51,7 +52,7 @@ class QuantizeConfig(Config):
     layout: str = "ct"
     scale_format: str = "fp32"
     rounding: str = "nearest"
-    method: str = "absmax"
+    method: str | None = None
     activation: str | None = None
     skip: tuple[str, ...] = ()
     policy: Path | None = None
@@ -74,7 +75,7 @@ class QuantizeConfig(Config):
             ("layout", self.layout, LAYOUTS),
             ("scale format", self.scale_format, SCALE_FORMATS),
             ("rounding", self.rounding, ROUNDINGS),
-            ("scale method", self.method, SCALE_METHODS),
+            ("scale method", self.method, (*SCALE_METHODS, None)),
             ("activation mode", self.activation, (*ACTIVATIONS, None)),
         ):
             if value not in known:
@@ -98,7 +99,8 @@ class QuantizeReport(Report):
 
     fallbacks: modules that did not get the scheme's own rule though they are linears, each with its reason.
     resumed: shards that an earlier, killed run had finished. left_out: files too large to copy along.
-    output_error: of compensated rounding, as a share of what nearest rounding makes of the calibration's outputs.
+    output_error: of compensated rounding, as a share of what nearest rounding makes of the calibration's outputs
+    with the same scales.
     """
 
     model: str

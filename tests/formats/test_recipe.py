@@ -2,7 +2,7 @@ import pytest
 
 from octavo.base.errors import ConfigError
 from octavo.formats.architectures import fused_group, layer_index, role
-from octavo.formats.granularity import PerBlock, PerRow
+from octavo.formats.granularity import PerBlock, PerRow, PerTensor
 from octavo.formats.recipe import Recipe, Rule, matches
 
 L = "model.layers.0"
@@ -176,3 +176,13 @@ def test_overrides_and_names():
 def test_unknown_words_name_the_nearest(make, hint):
     with pytest.raises(ConfigError, match=hint):
         make()
+
+
+def test_compensated_takes_scales_by_the_hessian_unless_told_otherwise():
+    assert Recipe.named("channel", rounding="compensated").rule.method == "hessian"
+    assert Recipe.named("channel", rounding="compensated", method="absmax").rule.method == "absmax"
+    assert Recipe.named("tensor", rounding="compensated").rule.method == "absmax", "one scale holds all siblings"
+    assert Recipe.named("channel", rounding="compensated").rule.rounded("nearest") == Rule()
+    assert Recipe.named("channel", rounding="compensated").rule.per(PerTensor()).method == "absmax"
+    with pytest.raises(ConfigError, match="moments"):
+        Rule(method="hessian")

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.base.errors import DataError, ShapeError
-from octavo.formats.codec import decode, encode
+from octavo.formats.codec import decode, encode, nearest
 from octavo.formats.granularity import PerBlock, PerRow, PerTensor
 from octavo.formats.reference import quantize_ref
-from octavo.formats.rounding import Curvature, compensated, nearest
+from octavo.formats.rounding import Curvature, compensated
 from octavo.formats.spec import E4M3, E5M2
 
 

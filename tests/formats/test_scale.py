@@ -53,6 +53,22 @@ def test_mse_is_never_worse_than_absmax_in_any_tile(granularity, scale_format):
         assert errors[1].sum() < errors[0].sum()
 
 
+@pytest.mark.parametrize("granularity", [PerTensor(), PerRow(), PerBlock(16, 16)], ids=str)
+def test_search_saturates_nothing_and_stays_within_an_octave(granularity):
+    x = torch.randn(48, 64)
+    ratio = mse_scale(x, E4M3, granularity) / scale_of(granularity.amax(x), E4M3)
+    assert bool(((ratio >= 1) & (ratio < 2)).all())
+
+
+def test_importance_decides_which_columns_fit():
+    x, importance = torch.randn(32, 64), torch.full((64,), 1e-6)
+    importance[5] = 1.0
+    scale = mse_scale(x, E4M3, PerRow(), importance=importance)
+    errors = [(dequantize_ref(quantize_ref(x, E4M3, PerRow(), scale=s)) - x)[:, 5].abs() for s in (scale, None)]
+    assert errors[0].mean() < 0.2 * errors[1].mean()
+    assert torch.equal(mse_scale(x, E4M3, PerRow(), importance=torch.ones(64)), mse_scale(x, E4M3, PerRow()))
+
+
 def test_mse_keeps_scales_in_format():
     scale = mse_scale(torch.randn(8, 64), E4M3, PerRow(), "po2")
     assert is_power_of_two(scale).all()

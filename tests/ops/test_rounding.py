@@ -45,6 +45,17 @@ def test_same_scales_lower_output_error(granularity):
     assert solve.error_nearest == pytest.approx(float(errors[1]), rel=1e-3)
 
 
+@pytest.mark.parametrize("granularity", [PerRow(), PerBlock(16, 16)], ids=str)
+def test_scales_by_the_hessian_lower_the_output_error(granularity):
+    h, weight = moments(64), torch.randn(48, 64)
+    errors = {}
+    for method in ("absmax", "hessian"):
+        solve = Compensator(Source(a=h))
+        solve(weight, Rule(granularity=granularity, rounding="compensated", method=method), None, "a.q")
+        errors[method] = solve.error
+    assert errors["hessian"] < 0.97 * errors["absmax"]
+
+
 def test_nearest_rules_pass_through():
     weight = torch.randn(8, 16)
     source = Source()

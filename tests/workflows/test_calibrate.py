@@ -8,6 +8,7 @@ import safetensors.torch
 import torch
 
 from octavo.base.errors import CheckpointError, ConfigError, DataError, MismatchError
+from octavo.formats.granularity import PerTensor
 from octavo.formats.recipe import Recipe
 from octavo.formats.reference import dequantize_ref, quantize_ref
 from octavo.formats.spec import E4M3
@@ -72,7 +73,8 @@ def test_ranges_and_errors_are_those_of_the_inputs(llama, data):
     for name, entry in scales.modules.items():
         x, weight = inputs[name], model.get_submodule(name).weight.detach()
         assert entry.input_amax == pytest.approx(float(x.abs().max()), rel=1e-5)
-        assert entry.input_scale == pytest.approx(entry.input_amax / 448, rel=1e-6)
+        noises = [rounding_noise(x, scale) for scale in (entry.input_scale, entry.input_amax / 448)]
+        assert noises[0] <= noises[1] * 1.05 and 0.999 < entry.input_scale * 448 / entry.input_amax < 2
         exact = float(torch.quantile(x.abs().flatten()[:100_000], 0.5))
         assert exact * 0.97 <= entry.input_percentiles["50"] <= exact * 1.05
         torch.testing.assert_close(channels[f"{name}.input_channel_amax"], x.abs().amax(0), rtol=1e-5, atol=1e-6)
@@ -83,6 +85,21 @@ def test_ranges_and_errors_are_those_of_the_inputs(llama, data):
         noise = (xq @ wq.T - x @ weight.T).square().sum() / (x @ weight.T).square().sum()
         assert entry.w8a8_sqnr_db == pytest.approx(float(-10 * noise.log10()), abs=0.5)
     assert report.sensitive[0][1] == min(entry.w8a8_sqnr_db for entry in scales.modules.values())
+
+
+def rounding_noise(x, scale):
+    """Mean over tokens of |error|^2 / |token|^2 with one static scale."""
+    rounded = dequantize_ref(quantize_ref(x, E4M3, PerTensor(), scale=torch.tensor(scale)))
+    return float(((rounded - x).square().sum(1) / x.square().sum(1)).mean())
+
+
+def test_input_scale_amax_puts_the_largest_on_the_largest_code(tiny_llama, data, tmp_path):
+    out = tmp_path / "scales.json"
+    calibrate(CalibrateConfig(model=str(tiny_llama), data=str(data), out=out, samples=2, input_scale="amax"))
+    scales = Scales.load(out)
+    assert scales.input_scale_method == "amax"
+    for entry in scales.modules.values():
+        assert entry.input_scale == pytest.approx(entry.input_amax / 448, rel=1e-6)
 
 
 def test_kv_ranges_are_those_of_the_cache(llama, data):

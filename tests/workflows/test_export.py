@@ -142,7 +142,7 @@ def test_a_small_change_survives_on_original_weights_only(run, tmp_path):
 
 
 def test_compensated_rounding_of_the_merged_weights(run, tiny_llama, tmp_path):
-    """Same scales, other codes, lower error of the outputs on the calibrated inputs; the adapter's change survives."""
+    """Other codes, lower error of the outputs on the calibrated inputs; the adapter's change survives."""
     moments = moments_of(tiny_llama, "demo", tmp_path / "m", samples=8, context=64, weighting="none")
     plain = export(ExportConfig(run=run, out=tmp_path / "plain", min_kept=0))
     better = export(ExportConfig(run=run, out=tmp_path / "better", min_kept=0, moments=tmp_path / "m"))
@@ -154,7 +154,6 @@ def test_compensated_rounding_of_the_merged_weights(run, tiny_llama, tmp_path):
         e = dequantize_ref(read_scaled(checkpoint, Q)) - (base + delta)
         errors.append(torch.trace(e @ h @ e.T))
     assert errors[1] < 0.6 * errors[0]
-    assert torch.equal(read_scaled(a, Q).scale, read_scaled(b, Q).scale)
     assert better.rounding == "compensated" and plain.rounding == "nearest" and plain.nearest is None
     assert better.nearest.kept == pytest.approx(plain.kept, rel=1e-6)
     assert better.output_error < 0.8 * better.nearest.output_error

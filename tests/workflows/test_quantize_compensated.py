@@ -44,7 +44,7 @@ def config(model, out, **options):
 
 
 @pytest.mark.parametrize("scheme", ["channel", "block128", "tensor"])
-def test_same_scales_lower_output_error(tiny_llama_128, data, tmp_path, scheme):
+def test_lower_output_error(tiny_llama_128, data, tmp_path, scheme):
     plain = quantize_checkpoint(QuantizeConfig(model=str(tiny_llama_128), out=tmp_path / "plain", scheme=scheme))
     report = quantize_checkpoint(config(tiny_llama_128, tmp_path / "better", scheme=scheme, data=str(data)))
     assert report.output_error < 0.6 and plain.output_error is None
@@ -53,7 +53,9 @@ def test_same_scales_lower_output_error(tiny_llama_128, data, tmp_path, scheme):
     assert a.shapes() == b.shapes()
     name = "model.layers.1.mlp.down_proj"
     q, p = read_scaled(b, name), read_scaled(a, name)
-    assert torch.equal(q.scale, p.scale) and not torch.equal(q.codes, p.codes)
+    assert not torch.equal(q.codes, p.codes)
+    ratio = q.scale / p.scale  # searched within an octave above; one scale per tensor is not
+    assert bool((ratio == 1).all()) if scheme == "tensor" else bool(((ratio >= 1) & (ratio < 2)).all())
     assert not list(tmp_path.glob(".octavo-moments*")), "the moments were temporary"
 
 
