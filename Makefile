@@ -4,6 +4,8 @@
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
 PY = $(VENV)/bin/python
+# Test files at once, one thread each: two cores are busy without waiting for each other.
+JOBS ?= 2
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 # OpenMP threads that spin while they wait take the cores that others need.
@@ -18,7 +20,8 @@ quickstart: install
 	$(VENV)/bin/octavo quickstart $(ARGS)
 
 test: check
-	$(PY) -m pytest -m "not soak and not serve and not gpu" --cov=octavo --cov-report=term:skip-covered -q
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile -m "not soak and not serve and not gpu" \
+		--cov=octavo --cov-report=term:skip-covered -q
 	$(PY) -m coverage report --include='octavo/formats/*,octavo/store/*' --fail-under=95
 	$(MAKE) --no-print-directory serve-test
 

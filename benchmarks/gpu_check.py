@@ -190,6 +190,44 @@ def module_moves_and_saves(device: str) -> str:
 
 
 @check
+def our_kernels(device: str) -> str:
+    """Backends w8a16 and native: quantized bits of the reference, products to their floors, gradients, decoded bits."""
+    if torch.device(device).type != "cuda":
+        return "skipped: CUDA only (tests/kernels runs the same sources on the host)"
+    count = 0
+    for granularity, dtype, m in itertools.product(
+        (PerTensor(), PerRow(), PerBlock(128, 128)), (torch.bfloat16, torch.float16), (1, 8, 16, 17, 300)
+    ):
+        for n, k in ((200, 136), (576, 1536), (1024, 4096)):
+            q = octavo.quantize(torch.randn(n, k, device=device) * 0.1, Rule(granularity=granularity))
+            x, grad = (torch.randn(m, width, device=device, dtype=dtype) for width in (k, n))
+            w = dequantize_ref(q).double()
+            floor = FLOOR_DB["dequant", "bfloat16" if dtype == torch.bfloat16 else "float16"] - 2
+            assert_sqnr(linear(x, q, backend="w8a16"), x.double() @ w.mT, floor, f"{granularity} {dtype} {m} {n}x{k}")
+            found = torch.ops.octavo.linear_dx(grad, q.codes, q.scale, "e4m3", *granularity.tile, "w8a16")
+            assert_sqnr(found, grad.double() @ w, floor, f"dX {granularity} {dtype} {m} {n}x{k}")
+            decoded = octavo.dequantize(q, dtype, backend="w8a16")
+            assert torch.equal(decoded, dequantize_ref(q, dtype)), f"decoded {granularity} {dtype} {n}x{k}"
+            count += 3
+    for rule in (Rule(granularity=PerRow()), Rule(granularity=PerGroup(128))):
+        for dtype, shape in itertools.product((torch.bfloat16, torch.float16), ((200, 136), (1000, 4096))):
+            x = awkward(shape, dtype).to(device)
+            found, want = octavo.quantize(x, rule, backend="native"), quantize_ref(x, rule.spec, rule.granularity)
+            assert torch.equal(found.codes, want.codes) and torch.equal(found.scale, want.scale), f"{rule} {dtype}"
+            count += 1
+    for granularity, activation in ((PerRow(), "token"), (PerTensor(), "token"), (PerBlock(128, 128), "group128")):
+        q = octavo.quantize(torch.randn(1024, 2048, device=device), Rule(granularity=granularity))
+        x, grad = (torch.randn(300, width, device=device, dtype=torch.bfloat16) for width in (2048, 1024))
+        want = linear(x.double(), q, activation=activation, backend="reference")
+        assert_sqnr(linear(x, q, activation=activation, backend="native"), want, 45.0, f"native {granularity}")
+        if activation == "token":
+            found = torch.ops.octavo.linear_dx(grad, q.codes, q.scale, "e4m3", *granularity.tile, "native")
+            assert_sqnr(found, grad.double() @ dequantize_ref(q).double(), FLOOR_DB["linear", "e4m3", "normal"])
+        count += 1
+    return f"{count} cases"
+
+
+@check
 def nothing_wide_is_kept_for_backward(device: str) -> str:
     if torch.device(device).type != "cuda":
         return "skipped: needs CUDA's memory counters"

@@ -1,1 +1,1 @@
-"""F2: kernels. Buffers in, nothing out; seen only by ops."""
+"""F2: kernels in CUDA C++, compiled on first use; buffers in, nothing out; seen only by ops."""
