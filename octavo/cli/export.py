@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from octavo.cli.common import ACTIVATIONS, SCHEMES, AsJson, ConfigFile, Device, Policy, Result, flags, option
-from octavo.cli.render import layers_folded, number, pairs, size, table
+from octavo.cli.render import layers_folded, not_for, number, pairs, size, table
 
 if TYPE_CHECKING:
     from octavo.workflows.export import ExportReport
@@ -75,4 +75,4 @@ def _lines(report: ExportReport) -> list[object]:
     kept = sorted({(layers_folded(name), reason) for name, reason in report.kept_16bit.items()})
     if kept:
         lines.append(table(("stays in 16 bit", "because"), kept))
-    return [*lines, *(f"next: {line}" for line in report.next)]
+    return [*lines, *not_for(report.engines), *(f"next: {line}" for line in report.next)]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from octavo.cli.common import ACTIVATIONS, SCHEMES, AsJson, ConfigFile, Model, Policy, Result, flags, option
-from octavo.cli.render import layers_folded, pairs, size, table
+from octavo.cli.render import layers_folded, not_for, pairs, size, table
 
 if TYPE_CHECKING:
     from octavo.workflows.quantize import QuantizeReport
@@ -65,5 +65,6 @@ def _lines(report: QuantizeReport) -> list[object]:
     if other:
         rows = [(count, *row) for row, count in other.most_common(SHOWN)]
         lines.append(table(("linears", "", "instead", "because"), rows, title="Not the scheme that was asked for"))
+    lines += not_for(report.engines)
     lines += [f"not copied, too large: {name}" for name in report.left_out]
     return lines

@@ -57,3 +57,8 @@ def size(count: int) -> str:
 def layers_folded(module: str) -> str:
     """`model.layers.7.mlp.up_proj` -> `model.layers.*.mlp.up_proj`: what all layers share is said once."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", module)
+
+
+def not_for(engines: Mapping[str, str]) -> list[str]:
+    """A line for each engine that will not load what was written, from `engines` of a report."""
+    return [f"not for {engine}: {said.removeprefix('error: ')}" for engine, said in engines.items() if said != "ok"]

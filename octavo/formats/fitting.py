@@ -59,6 +59,20 @@ def fit_file(
     return result
 
 
+def unfit(
+    decisions: Mapping[str, Assignment],
+    shapes: Mapping[str, tuple[int, ...]],
+    activation: str,
+    config: Mapping[str, Any],
+) -> dict[str, str]:
+    """Module -> why a compressed-tensors file of these decisions would not serve it as decided. Arguments as
+    `fit_file`; shapes: tensor name -> shape."""
+    rows_cols = {name.removesuffix(".weight"): tuple(shape[-2:]) for name, shape in shapes.items()}
+    quantized = {module: decision for module, decision in decisions.items() if decision.rule and module in rows_cols}
+    fitted = fit_file(quantized, rows_cols, "ct", activation, config)
+    return {m: fitted[m].reason for m, decision in quantized.items() if fitted[m].rule != decision.rule}
+
+
 def fused_groups(modules: Mapping[str, Assignment]) -> list[list[str]]:
     """Every module once, together with the siblings that engines fuse it with, in the fused order."""
     groups: dict[str, list[str]] = {}

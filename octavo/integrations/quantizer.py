@@ -18,7 +18,8 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from octavo.base.errors import CheckpointError, ConfigError, OctavoError
-from octavo.formats.granularity import PerBlock
+from octavo.base.log import logger
+from octavo.formats.fitting import unfit
 from octavo.formats.recipe import Recipe
 from octavo.integrations.load_plan import LoadPlan, make_plan
 from octavo.integrations.streaming import Streamer, unfilled
@@ -124,6 +125,7 @@ class OctavoQuantizer(HfQuantizer):  # type: ignore[misc]
     quantization_config: OctavoConfig
     plan: LoadPlan
     streamer: Streamer
+    unserved: dict[str, str]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OctavoQuantizer:
         return self  # converters are copied for each parameter, and with them their operations
@@ -252,6 +254,8 @@ class OctavoQuantizer(HfQuantizer):  # type: ignore[misc]
             )
         except ConfigError as error:  # fine in memory, no engine could read it from a file
             config.saved_as = error
+        text = self.streamer.checkpoint.text_config if self.streamer.checkpoint else {}
+        self.unserved = unfit(self.plan.assignments, self.plan.shapes, self.plan.recipe.activation, text)
         linear = {p for name in self.plan.modules for p in self.plan.disk_modules(f"{name}.weight")}
         # Undone on saving, these would join codes and leave their scales apart: such weights keep the model's names.
         kept = [c for c in model._weight_conversions if not linear & set(c.source_patterns)]
@@ -263,6 +267,15 @@ class OctavoQuantizer(HfQuantizer):  # type: ignore[misc]
         """What save_pretrained writes: float8 weights with their scales, experts one by one."""
         if isinstance(self.quantization_config.saved_as, ConfigError):
             raise self.quantization_config.saved_as
+        if self.unserved:
+            module, reason = next(iter(self.unserved.items()))
+            logger().warning(
+                "%d modules of this file will load in Octavo, not in vLLM or SGLang (%s: %s). "
+                "For those: octavo requantize FOLDER OUT --for vllm:GPU",
+                len(self.unserved),
+                module,
+                reason,
+            )
         return float8_state_dict(model), {}
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
@@ -294,14 +307,3 @@ def float8_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
                     state[f"{prefix}{expert}.{leaf}.weight"] = q.as_float8()
                     state[f"{prefix}{expert}.{leaf}.weight_scale"] = scale_to_file(q.scale, q.granularity, "ct")
     return state
-
-
-def ragged_blocks(model: nn.Module) -> list[str]:
-    """Linears with block scales that vLLM cannot load from a file: K or N is not a multiple of the block."""
-    found = []
-    for name, module in model.named_modules():
-        granularity = module.rule.granularity if isinstance(module, FrozenFloat8Linear) else None
-        if isinstance(granularity, PerBlock) and isinstance(module, FrozenFloat8Linear):
-            ragged = module.in_features % granularity.cols or module.out_features % granularity.rows
-            found += [name] if ragged else []
-    return found

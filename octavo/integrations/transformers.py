@@ -113,7 +113,7 @@ def _load(
     moments: Moments | None,
     trust_remote_code: bool,
 ) -> PreTrainedModel:
-    from octavo.integrations.quantizer import OctavoConfig, ragged_blocks
+    from octavo.integrations.quantizer import OctavoConfig
 
     quantization = OctavoConfig(recipe, activation, scales=scales, moments=moments)
     checkpoint = Checkpoint.open(folder)
@@ -140,8 +140,6 @@ def _load(
             raise quantization.problems[0] from error
         raise CheckpointError(f"{folder} does not load in Transformers", got=first_line(error)) from error
     _refuse_incomplete(folder, info)
-    if ragged := ragged_blocks(loaded):
-        logger().info("%d linears have ragged blocks (%s): fine here, not in a file for vLLM", len(ragged), ragged[0])
     return loaded
 
 

@@ -43,10 +43,10 @@ from octavo.store.slices import (
     row_ranges,
 )
 from octavo.store.tensors import Checkpoint
-from octavo.store.writer import DEFAULT_SHARD, ShardWriter
+from octavo.store.writer import DEFAULT_SHARD, Entries, ShardWriter
 
 COMPAT = ("llmcompressor",)
-Examine = Callable[[Plan, dict[str, Any]], None]
+Examine = Callable[[Entries, dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def convert_checkpoint(
     quantize: Quantize = quantize_reference,
     edit: Edit | None = None,
     edit_id: str | None = None,
-    examine: Examine = lambda plan, quantization: None,
+    examine: Examine = lambda entries, quantization: None,
     observe: Observe | None = None,
     scales: Scales | None = None,
     kv_cache: str = "16bit",
@@ -103,7 +103,7 @@ def convert_checkpoint(
     nearest, and their outcome says so.
     edit(name, tensor) -> tensor: changes a weight before it is quantized (a merge); called with whole tensors, returns
     the same object where it changes nothing. edit_id: names edit and calibration; without it nothing is resumed.
-    examine(plan, quantization_config): called before anything is written; what it raises ends the conversion.
+    examine(entries, quantization_config): sees the output's tensors before anything is written, and may raise.
     observe(module, first row, slice before, slice after): sees every quantized slice, one at a time.
     scales: for static activations, and for kv_cache `fp8`, which stores and declares those of keys and values.
     dequantize: take FP8 input, too. compat: `llmcompressor`, for comparisons.
@@ -119,7 +119,7 @@ def convert_checkpoint(
     )
     kv = _kv_tensors(kv_cache, scales, source, plan)
     quantization, lost = _quantization(source, plan, recipe, bool(kv))
-    examine(plan, quantization)
+    examine(plan.entries, quantization)
     source_print = fingerprint(source)
     once = (edit is not None or calibrated is not None) and edit_id is None
     settings = (edit_id, compat, max_shard_size, {name: float(scale) for name, scale in kv.items()})

@@ -18,7 +18,7 @@ from octavo.formats.granularity import Granularity
 from octavo.formats.recipe import Assignment, Recipe, Rule
 from octavo.store import schema
 from octavo.store.carry import carry_over
-from octavo.store.conversion import ConversionSummary, check_paths, finish_folder, summarize
+from octavo.store.conversion import ConversionSummary, Examine, check_paths, finish_folder, summarize
 from octavo.store.folder import OutputFolder, check_space
 from octavo.store.manifest import fingerprint
 from octavo.store.pieces import is_float8
@@ -83,16 +83,18 @@ def relayout(
     *,
     max_shard_size: int = DEFAULT_SHARD,
     made_by: str = "octavo relayout",
+    examine: Examine = lambda entries, quantization: None,
     advance: Advance = lambda amount: None,
 ) -> ConversionSummary:
     """Write an FP8 checkpoint in another layout. Codes keep their bytes, scales their values (BF16 ones widen to FP32).
 
-    What the old config says of the KV cache, and other keys that the layout has a place for, stay. Errors as
-    `plan_relayout`.
+    What the old config says of the KV cache, and other keys that the layout has a place for, stay. examine: as of
+    convert_checkpoint. Errors as `plan_relayout`.
     """
     started = time.perf_counter()
     check_paths(source.folder, out)
     plan = plan_relayout(source, layout)
+    examine(plan.entries, plan.quantization)
     with OutputFolder(out, None) as folder:
         writer = ShardWriter(folder.path, plan.entries, max_shard_size=max_shard_size)
         check_space(folder.path, writer.total_size)

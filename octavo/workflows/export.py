@@ -35,6 +35,7 @@ from octavo.store.run import RunFolder
 from octavo.store.scales import Scales
 from octavo.store.slices import SLICE
 from octavo.store.tensors import Checkpoint
+from octavo.workflows.rules.planned import Foresight
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM's --max-lora-rank takes
 
@@ -81,7 +82,7 @@ class ExportReport(Kept):
 
     rounding: of the merged weights. nearest: where that is `compensated`, what rounding to nearest would have kept.
     measured_on: the inputs of output figures. kept_16bit: module -> why, for linears that stay in 16 bit.
-    next: commands to serve the result.
+    engines: what each engine will say on SM90, `ok` or `error: CODE: message`. next: commands to serve the result.
     """
 
     out: str
@@ -99,6 +100,7 @@ class ExportReport(Kept):
     bytes_out: int
     seconds: float
     next: list[str]
+    engines: dict[str, str] = pydantic.Field(default_factory=dict)
     warnings: list[str] = pydantic.Field(default_factory=list)
 
 
@@ -133,14 +135,14 @@ def export(config: ExportConfig) -> ExportReport:
     scales = Scales.load(run.scales, model=source) if needs_scales else None
     pairs = {} if config.merge == "none" else adapter.match(source.shapes())
     check_output(config.out, config.out)
-    work = config.out.parent / f".{config.out.name}.octavo-export"
+    work, foresight = config.out.parent / f".{config.out.name}.octavo-export", Foresight(source)
     if work.exists():
         shutil.rmtree(work)
     try:
         with _moments(config, source) as moments:
             merge = Merge(source, pairs, recipe, config.layout, moments)
             merge.requantized_base = config.merge == "dequantized" and not is_fp8
-            summary = _convert(config, source, work, recipe, merge, scales, is_fp8)
+            summary = _convert(config, source, work, recipe, merge, scales, is_fp8, foresight)
         _check(config, merge.survival.total())
         if config.merge == "none":
             shutil.copytree(run.adapter, work / "adapter")
@@ -149,7 +151,8 @@ def export(config: ExportConfig) -> ExportReport:
         os.replace(work, config.out)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    return _report(config, recipe, policies, adapter, merge, summary, time.monotonic() - started)
+    report = _report(config, recipe, policies, adapter, merge, summary, time.monotonic() - started)
+    return report.model_copy(update={"engines": foresight.engines})
 
 
 def _moments(config: ExportConfig, source: Checkpoint) -> AbstractContextManager[Moments | None]:
@@ -193,6 +196,7 @@ def _convert(
     merge: Merge,
     scales: Scales | None,
     is_fp8: bool,
+    foresight: Foresight,
 ) -> ConversionSummary:
     moments = merge.moments if recipe.compensated else None
     with progress("Exporting", source.nbytes, unit="bytes") as advance:
@@ -208,6 +212,7 @@ def _convert(
             observe=merge.observe if merge.pairs else None,
             scales=scales,
             kv_cache=config.kv_cache,
+            examine=foresight,
             dequantize=is_fp8,
             max_shard_size=config.max_shard_size,
             made_by=f"octavo export --merge {config.merge}",

@@ -26,6 +26,7 @@ from octavo.store.scales import Scales
 from octavo.store.schema import LAYOUTS
 from octavo.store.slices import SLICE
 from octavo.store.tensors import Checkpoint
+from octavo.workflows.rules.planned import Foresight
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
@@ -99,6 +100,7 @@ class QuantizeReport(Report):
 
     fallbacks: modules that did not get the scheme's own rule though they are linears, each with its reason.
     resumed: shards that an earlier, killed run had finished. left_out: files too large to copy along.
+    engines: what each engine will say on SM90: `ok`, or `error: CODE: message`.
     output_error: of compensated rounding, as a share of what nearest rounding makes of the calibration's outputs
     with the same scales.
     """
@@ -115,6 +117,7 @@ class QuantizeReport(Report):
     fallbacks: list[ModuleReport]
     modules: list[ModuleReport]
     files: list[str]
+    engines: dict[str, str]
     output_error: float | None = None
     resumed: list[str] = pydantic.Field(default_factory=list)
     left_out: list[str] = pydantic.Field(default_factory=list)
@@ -135,11 +138,14 @@ def quantize_checkpoint(config: QuantizeConfig) -> QuantizeReport:
     config = policy.adopt(config) if policy else config
     recipe = policy.apply(config.recipe()) if policy else config.recipe()
     scales = Scales.load(config.scales, model=source) if config.scales else None
+    foresight = Foresight(source)
     with _moments(config, source) as moments:
         solve = Compensator(moments, config.device) if moments else None
         with progress(f"Quantizing {source.folder.name}", source.nbytes, unit="bytes") as advance:
             if config.fp8_input == "relayout":
-                summary = relayout(source, config.out, config.layout, max_shard_size=size, advance=advance)
+                summary = relayout(
+                    source, config.out, config.layout, max_shard_size=size, examine=foresight, advance=advance
+                )
             else:
                 summary = convert_checkpoint(
                     source,
@@ -151,13 +157,14 @@ def quantize_checkpoint(config: QuantizeConfig) -> QuantizeReport:
                     kv_cache=config.kv_cache,
                     calibrated=moments,
                     slice_values=COMPENSATED_SLICE if solve else SLICE,
+                    examine=foresight,
                     dequantize=config.fp8_input == "dequantize",
                     compat=config.compat,
                     max_shard_size=size,
                     made_by="octavo quantize",
                     advance=advance,
                 )
-    return _report(config, summary, str(recipe.rule), solve)
+    return _report(config, summary, str(recipe.rule), solve, foresight.engines)
 
 
 def _moments(config: QuantizeConfig, source: Checkpoint) -> AbstractContextManager[Moments | None]:
@@ -177,7 +184,13 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
-def _report(config: QuantizeConfig, summary: ConversionSummary, rule: str, solve: Compensator | None) -> QuantizeReport:
+def _report(
+    config: QuantizeConfig,
+    summary: ConversionSummary,
+    rule: str,
+    solve: Compensator | None,
+    engines: dict[str, str],
+) -> QuantizeReport:
     modules = [ModuleReport(**outcome.__dict__) for outcome in summary.outcomes]
     linears = [m for m in modules if m.role in ("linear", "expert")]
     fallbacks = [] if config.fp8_input == "relayout" else [m for m in linears if m.rule != rule]
@@ -188,6 +201,7 @@ def _report(config: QuantizeConfig, summary: ConversionSummary, rule: str, solve
         layout=config.layout,
         seconds=round(summary.seconds, 3),
         output_error=solve.error / solve.error_nearest if solve and solve.error_nearest else None,
+        engines=engines,
         bytes_in=summary.bytes_in,
         bytes_out=summary.bytes_out,
         quantized=sum(bool(m.rule) for m in modules),

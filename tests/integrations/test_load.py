@@ -257,10 +257,20 @@ def test_static_activations_come_from_scales(tiny_llama, tmp_path):
         octavo.load(tiny_llama, recipe, device="cpu", scales=path)
 
 
-def test_ragged_blocks_work_in_memory(tiny_llama):
+def test_ragged_blocks_work_in_memory_and_saving_says_where_not(tiny_llama, tmp_path, caplog):
     model = octavo.load(tiny_llama, "block128", device="cpu", activation="none")
     assert tuple(model.model.layers[0].mlp.up_proj.weight_scale.shape) == (2, 1)
     assert torch.isfinite(logits(model)).all()
+    assert not caplog.text
+    model.save_pretrained(tmp_path / "out")
+    assert "14 modules of this file will load in Octavo, not in vLLM" in caplog.text
+    assert "octavo requantize" in caplog.text
+    assert_same_codes(model, octavo.load(tmp_path / "out", device="cpu"))
+
+
+def test_saving_what_every_engine_serves_says_nothing(tiny_llama_128, tmp_path, caplog):
+    octavo.load(tiny_llama_128, "block128", device="cpu").save_pretrained(tmp_path / "out")
+    assert not caplog.text
 
 
 def test_lora_trains_through_trainer(tiny_llama, tmp_path):

@@ -89,8 +89,8 @@ def test_what_is_written_is_what_was_planned(folder, name, combination, tmp_path
     recipe = Recipe.named(scheme, activation=activation, scale_format="po2")
     scales = some_scales(source) if activation == "static" else None
 
-    def examine(plan, quantization):
-        planned.update(judge_everywhere(planned_model(source, plan.entries, quantization)))
+    def examine(entries, quantization):
+        planned.update(judge_everywhere(planned_model(source, entries, quantization)))
 
     convert_checkpoint(source, tmp_path / "out", recipe, layout=layout, scales=scales, examine=examine)
     for engine, said in planned.items():

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from octavo.base.errors import CheckpointError, ConfigError, InputError, MismatchError, OctavoError
+from octavo.base.errors import CheckpointError, ConfigError, InputError, MismatchError, OctavoError, RefusedError
+from octavo.cli import main
 from octavo.formats.granularity import PerRow
 from octavo.formats.reference import quantize_ref
 from octavo.formats.spec import E4M3
@@ -20,6 +21,7 @@ from octavo.store.manifest import fingerprint
 from octavo.store.schema import read_scaled
 from octavo.store.tensors import INDEX, Checkpoint
 from octavo.workflows.quantize import QuantizeConfig, parse_size, quantize_checkpoint
+from octavo.workflows.rules import planned
 from tests.store.conftest import gaussian, write_checkpoint
 
 AT = "model.layers.0"
@@ -293,3 +295,14 @@ def test_every_error_is_ours(model):
             assert not (model.parent / "out").exists()
         else:
             assert Checkpoint.open(model.parent / "out")
+
+
+def test_engines_that_will_not_load_it_are_named_before_and_after(tiny_llama_128, tmp_path, capsys, monkeypatch):
+    """Native blocks of a Llama: SGLang's loader drops their scales. What no engine loads is not written at all."""
+    arguments = ["quantize", str(tiny_llama_128), str(tmp_path / "out"), "--scheme", "block128", "--layout", "native"]
+    assert main.run(arguments) == 0
+    assert "not for sglang: scales-dropped" in capsys.readouterr().out
+    monkeypatch.setattr(planned, "judge_everywhere", lambda model: dict.fromkeys(("vllm", "sglang"), "error: odd: x"))
+    with pytest.raises(RefusedError, match="no engine could load"):
+        quantize_checkpoint(QuantizeConfig(model=str(tiny_llama_128), out=tmp_path / "second"))
+    assert {path.name for path in tmp_path.iterdir()} == {"out"}

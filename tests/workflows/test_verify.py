@@ -5,9 +5,10 @@ import json
 import pytest
 import torch
 
-from octavo.base.errors import CheckpointError, ConfigError
+from octavo.base.errors import CheckpointError, ConfigError, OctavoError
 from octavo.formats.codec import decode
 from octavo.formats.spec import E4M3
+from octavo.workflows.quantize import QuantizeConfig, quantize_checkpoint
 from octavo.workflows.rules.scan import as_float32, decode_fast
 from octavo.workflows.verify import VerifyConfig, verify
 from tests.workflows.broken import HIDDEN, decoder, matrix, quantize
@@ -575,3 +576,33 @@ def test_pairs_that_no_grouped_kernel_takes(engine, kind, inputs, tmp_path):
         group["input_activations"]["dynamic"] = inputs != "static"
     report = run(folder, tmp_path, engine, quick=True)
     assert "expert-schemes" in dict(found(report, "error"))
+
+
+ODD = {
+    "0-d norm": ("model.norm.weight", lambda x: x[0], "weight-rank"),
+    "0-d linear": (f"{Q}.weight", lambda x: x[0, 0], "weight-rank"),
+    "flat linear": (f"{Q}.weight", lambda x: x.reshape(-1), "weight-rank"),
+    "3-d head": ("lm_head.weight", lambda x: x[None], "weight-rank"),
+    "empty linear": (f"{Q}.weight", lambda x: x[:0], "empty-tensor"),
+    "bool linear": (f"{Q}.weight", lambda x: x > 0, "not-numbers"),
+    "complex embedding": ("model.embed_tokens.weight", lambda x: x.to(torch.complex64), "not-numbers"),
+    "integer norm": ("model.norm.weight", lambda x: x.long(), "not-numbers"),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_tensors_that_fit_no_parameter(name, tmp_path):
+    """What stays in 16 bit must be what a loader can copy, too. The converter refuses it before it starts."""
+    tensor, change, code = ODD[name]
+    folder = decoder("qwen3")
+    folder.tensors[tensor] = change(folder.tensors[tensor])
+    if not name.endswith("linear"):
+        quantize(folder, "block")
+    report = run(folder, tmp_path)
+    assert (code, tensor) in found(report, "error"), found(report)
+    folder.config.pop("quantization_config", None)
+    plain = decoder("qwen3")
+    plain.tensors[tensor] = folder.tensors[tensor]
+    with pytest.raises(OctavoError):
+        quantize_checkpoint(QuantizeConfig(model=str(plain.write(tmp_path / "plain")), out=tmp_path / "out"))
+    assert not (tmp_path / "out").exists()

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from octavo.formats.architectures import EMBEDDINGS, FUSED, HEADS, ROW_PARALLEL
 from octavo.store.tensors import INDEX, SINGLE, Checkpoint
 from octavo.workflows.rules.findings import REPAIR, REQUANTIZE, Findings
-from octavo.workflows.rules.model import Model
+from octavo.workflows.rules.model import Model, Module, Stored
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "spiece.model", "tekken.json")
 SIDE_FILES = (
@@ -26,6 +27,10 @@ SIDE_FILES = (
 COPY = "Copy it from the 16-bit model."
 SHARD = re.compile(r".*-(\d{5})-of-(\d{5})\.safetensors$")
 JSON_LIMIT = 64 << 20  # bytes of a JSON file that is read whole
+MATRICES = frozenset(shard for shards in FUSED.values() for shard in shards) | ROW_PARALLEL - {"dense", "c_proj", "wo"}
+MATRICES |= FUSED.keys() | HEADS | EMBEDDINGS | {"q_b_proj", "kv_b_proj"}
+# Of other quantization methods: 8-bit integers beside a scale.
+CODES = frozenset({torch.int8, torch.uint8})
 FP8_DTYPES = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
 
 
@@ -80,10 +85,15 @@ def _total_size(checkpoint: Checkpoint, out: Findings) -> None:
 
 
 def check_tensors(model: Model, out: Findings) -> None:
-    """Tensors in FP8 that no engine reads as FP8: norms, biases, embeddings, convolutions; other 8-bit floats."""
+    """Tensors in FP8 that no engine reads as FP8: norms, biases, embeddings, convolutions; other 8-bit floats.
+
+    And tensors in 16 bit that fit no parameter.
+    """
     for module in model.modules.values():
         for leaf, stored in module.leaves.items():
             if stored.dtype not in FP8_DTYPES:
+                if leaf in ("weight", "bias"):
+                    _check_plain(module, leaf, stored, out)
                 continue
             if leaf == "weight" and len(stored.shape) != 2:
                 text = f"{stored.text}: only two-dimensional linear weights are served in FP8."
@@ -97,6 +107,23 @@ def check_tensors(model: Model, out: Findings) -> None:
                 out.error(
                     "fp8-embedding", stored.name, "Embeddings are never served in FP8 by these engines.", REQUANTIZE
                 )
+
+
+def _check_plain(module: Module, leaf: str, stored: Stored, out: Findings) -> None:
+    """Parameters have real numbers, values, and as many dimensions as their layer multiplies with."""
+    fix = "Save the model again, or take this tensor from the original."
+    if not stored.dtype.is_floating_point and stored.dtype not in CODES:
+        text = f"{stored.text}: loaders copy it into a floating-point parameter, and the values mean something else."
+        out.error("not-numbers", stored.name, text, fix)
+    elif module.role in ("tower", "mtp"):
+        return
+    elif 0 in stored.shape and module.role != "other":
+        out.error("empty-tensor", stored.name, f"{stored.text}: no parameter has this shape.", fix)
+    elif leaf == "weight" and len(stored.shape) != 2 and module.leaf in MATRICES:
+        text = f"{stored.text}: the weight of {module.leaf} is a matrix, and loaders stop at another shape."
+        out.error("weight-rank", stored.name, text, fix)
+    elif not stored.shape and (leaf == "bias" or module.role == "norm"):
+        out.error("weight-rank", stored.name, f"{stored.text}: loaders want one value for each feature.", fix)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from octavo.base.errors import RefusedError
 from octavo.store.header import TensorInfo
 from octavo.store.tensors import Checkpoint
 from octavo.store.writer import Entries
 from octavo.workflows.rules.engine import Target
+from octavo.workflows.rules.files import check_tensors
 from octavo.workflows.rules.findings import Finding, Findings, verdict
 from octavo.workflows.rules.judge import ENGINES, Judgement, judge, parse_version
 from octavo.workflows.rules.model import Model
@@ -26,9 +28,26 @@ def planned_model(source: Checkpoint, entries: Entries, quantization: dict[str, 
 def judge_planned(model: Model, target: Target) -> tuple[list[Finding], Judgement]:
     """Findings of one engine on one GPU, worst first, and its kernels."""
     out = Findings(target.engine)
+    check_tensors(model, out)
     judgement = judge(target.engine, model, read_scheme(model.checkpoint, out), target, out)
     order = ("error", "warn", "info")
     return sorted(out.all(), key=lambda finding: order.index(finding.severity)), judgement
+
+
+class Foresight:
+    """`examine` of a conversion: what each engine will say. RefusedError, before a byte is written, if none loads."""
+
+    def __init__(self, source: Checkpoint) -> None:
+        self.source = source
+        self.engines: dict[str, str] = {}
+
+    def __call__(self, entries: Entries, quantization: dict[str, Any]) -> None:
+        """Fills `engines`: engine -> `ok` or `error: CODE: message`."""
+        self.engines = judge_everywhere(planned_model(self.source, entries, quantization))
+        if all(said != "ok" for said in self.engines.values()):
+            got = "; ".join(f"{engine}: {said}" for engine, said in self.engines.items())
+            fix = "`octavo requantize MODEL OUT --for ENGINE:GPU` chooses what loads there."
+            raise RefusedError("no engine could load the result", got=got, fix=fix)
 
 
 def judge_everywhere(model: Model) -> dict[str, str]:
