@@ -29,6 +29,7 @@ def export(
     scale_format: Annotated[str | None, option("By default the run's.", None, "fp32|po2")] = None,
     activation: Annotated[str | None, option("When served. By default as trained.", None, ACTIVATIONS)] = None,
     kv_cache: Annotated[str | None, option("fp8: store the run's KV scales.", "16bit", "16bit|fp8")] = None,
+    method: Annotated[str | None, option("Of scales; the best for the rounding.", None, "absmax|mse|hessian")] = None,
     rounding: Annotated[
         str | None, option("By default compensated where moments or data are given.", None, "nearest|compensated")
     ] = None,

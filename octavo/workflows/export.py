@@ -50,10 +50,10 @@ class ExportConfig(Config):
     moments: inputs of the base model, from `octavo calibrate --moments`; or data: a source of text to calibrate on
     (`samples` of `context` tokens, `weighting` as in calibrate, run on `device`). With either, survival is measured on
     outputs, and the merged weights are rounded with compensation unless rounding is `nearest`.
-    scheme, scale_format: default those of the run. activation: what the served linears do to their inputs; default what
-    the run trained with, or for `none` the scheme's own. kv_cache: `fp8` stores and declares the scales of keys and
-    values that the run's scales.json holds, measured on the base model. policy: policy.json of the base model,
-    from octavo tune, on top of the run's own.
+    method: of the merged weights' scales, as in quantize. scheme, scale_format: default those of the run.
+    activation: what the served linears do to their inputs; default what the run trained with, or for `none` the
+    scheme's own. kv_cache: `fp8` stores and declares the scales of keys and values that the run's scales.json holds,
+    measured on the base model. policy: policy.json of the base model, from octavo tune, on top of the run's own.
     """
 
     run: Path
@@ -65,6 +65,7 @@ class ExportConfig(Config):
     activation: str | None = None
     kv_cache: Literal["16bit", "fp8"] = "16bit"
     rounding: Literal["nearest", "compensated"] | None = None
+    method: Literal["absmax", "mse", "hessian"] | None = None
     moments: Path | None = None
     data: str | None = None
     samples: int = pydantic.Field(128, ge=1)
@@ -116,6 +117,9 @@ def export(config: ExportConfig) -> ExportReport:
     if config.merge == "none" and (config.moments or config.data or config.rounding == "compensated"):
         fix = "Leave moments, data and rounding out: the adapter was trained beside a base rounded to nearest."
         raise ConfigError("merge 'none' with calibrated rounding", got="nothing to round anew", fix=fix)
+    if config.method and config.merge != "original":
+        fix = "Use --merge original, or leave --method out."
+        raise ConfigError(f"method '{config.method}'", got="a base with the scales the run trained over", fix=fix)
     run = RunFolder(config.run)
     run.require_finished()
     settings = run.read_config()
@@ -176,7 +180,7 @@ def _recipe(config: ExportConfig, settings: dict[str, object], policies: list[Po
     trained_with = str(settings["activation"])
     served = config.activation or (trained_with if trained_with != "none" else None)
     scale_format = str(config.scale_format or settings["scale_format"])
-    recipe = Recipe.named(scheme, activation=served, scale_format=scale_format, rounding=rounding)
+    recipe = Recipe.named(scheme, activation=served, scale_format=scale_format, rounding=rounding, method=config.method)
     for policy in policies:
         recipe = policy.apply(recipe)
     for what, needed in (

@@ -264,3 +264,12 @@ def test_fp8_base_cannot_take_the_original_route(tiny_llama, run, tmp_path):
         export(ExportConfig(run=trained, out=tmp_path / "out"))
     report = export(ExportConfig(run=trained, out=tmp_path / "out", merge="dequantized", min_kept=0))
     assert report.kept is not None and len(report.layers) == 14
+
+
+def test_scales_of_the_merged_weights_can_be_searched(run, tmp_path):
+    for method in ("absmax", "mse"):
+        export(ExportConfig(run=run, out=tmp_path / method, min_kept=0, method=method))
+    searched, plain = (read_scaled(Checkpoint.open(tmp_path / name), Q).scale for name in ("mse", "absmax"))
+    assert bool((searched >= plain).all()) and not torch.equal(searched, plain)
+    with pytest.raises(ConfigError, match="method 'mse'"):
+        export(ExportConfig(run=run, out=tmp_path / "out", merge="dequantized", method="mse"))
