@@ -9,11 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from octavo.base.errors import ConfigError, DataError, UnsupportedError
+from octavo.base.packages import version_of
 from octavo.integrations.hub import first_line
 from octavo.integrations.measuring import Opened
 
 # Metrics of an item that are 0 or 1, the one to report first.
 RIGHT_OR_WRONG = ("exact_match", "acc_norm", "acc")
+
+
+def require_harness(task: str) -> None:
+    """UnsupportedError if lm-eval is not installed, before anything has taken time."""
+    if version_of("lm-eval") is None:
+        fix = "Run: pip install 'octavo[eval]'; the tasks arithmetic and retrieval need nothing."
+        raise UnsupportedError(f"task '{task}' needs lm-eval", got="it is not installed", fix=fix)
 
 
 def harness_answers(
@@ -25,13 +33,11 @@ def harness_answers(
     UnsupportedError if lm-eval is not installed; ConfigError for a task that it does not know or that has no right and
     wrong; DataError where the task fails, which mostly means that its data cannot be had.
     """
-    try:
-        import lm_eval
-        from lm_eval.models.huggingface import HFLM
-        from lm_eval.tasks import TaskManager
-    except ImportError as error:
-        fix = "Run: pip install 'octavo[eval]'; the tasks arithmetic and retrieval need nothing."
-        raise UnsupportedError(f"task '{tasks[0]}' needs lm-eval", got=first_line(error), fix=fix) from None
+    require_harness(tasks[0])
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
     with _quiet():
         manager = TaskManager(include_path=str(folder), include_defaults=False) if folder else TaskManager()
         if folder and not set(tasks) <= set(manager.all_tasks):  # its own 14,000 take long to read: only where needed

@@ -24,7 +24,7 @@ from octavo.integrations import measuring
 from octavo.integrations.data import load_data, token_windows
 from octavo.integrations.hub import resolve_model
 from octavo.integrations.kv_check import KVCheck, check_kv_cache
-from octavo.integrations.lm_eval import harness_answers
+from octavo.integrations.lm_eval import harness_answers, require_harness
 from octavo.integrations.moments import moments_for
 from octavo.integrations.scoring import Logits, attribution, score, spread
 from octavo.integrations.tasks import BUNDLED, TaskScore, make_task, right_answers
@@ -170,6 +170,8 @@ def evaluate(config: EvaluateConfig) -> EvaluateReport:
     """
     require_type("evaluate: config", config, EvaluateConfig)
     started = time.monotonic()
+    for task in set(config.tasks) - set(BUNDLED):
+        require_harness(task)
     device, dtype = config.device, measuring.compute_dtype(config.dtype, config.device)
     data = load_data(config.data, config.split, limit=config.tokens)
     policy = Policy.load(config.policy, model=Checkpoint.open(resolve_model(config.model))) if config.policy else None

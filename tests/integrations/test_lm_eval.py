@@ -1,7 +1,6 @@
 """Tasks of lm-eval from a folder with local data, against log-likelihoods computed here; and where it is missing."""
 
 import json
-import sys
 from unittest import mock
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 from octavo.base.errors import ConfigError, DataError, UnsupportedError
 from octavo.integrations.lm_eval import harness_answers
 from octavo.integrations.measuring import logits, open_model
+from octavo.workflows.evaluate import EvaluateConfig, evaluate
 
 CHOICES = [" red", " green", " blue"]
 TASK = """
@@ -82,7 +82,10 @@ def test_a_task_that_nobody_defines(harness, tiny_llama, tasks):
         harness_answers(open_model(tiny_llama, device="cpu"), ["sky_colour"], None, tasks)
 
 
-def test_not_installed(tiny_llama):
-    opened = open_model(tiny_llama, device="cpu")
-    with mock.patch.dict(sys.modules, {"lm_eval": None}), pytest.raises(UnsupportedError, match=r"octavo\[eval\]"):
-        harness_answers(opened, ["hellaswag"], None)
+def test_not_installed():
+    """Said before a model is loaded."""
+    with (
+        mock.patch("octavo.integrations.lm_eval.version_of", lambda package: None),
+        pytest.raises(UnsupportedError, match=r"task 'hellaswag' needs lm-eval.*octavo\[eval\]"),
+    ):
+        evaluate(EvaluateConfig(model="no/such-model", tasks=("arithmetic", "hellaswag")))
