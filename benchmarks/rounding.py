@@ -142,7 +142,7 @@ def _compensated(setup: Setup, weights: str, scale_format: str, limits: dict[str
             "calibrate_seconds": round(calibrated, 1),
             "quantize_seconds": round(seconds, 1),
             "kl_nearest": None if nearest is None else nearest[activation]["kl"],
-            "expected": {"kl": f"<= {most:.4f}"},
+            "expected": {"kl": f"<= {most:.3g}"},
             "agrees": figures[activation]["kl"] <= most if setup.tokens == FULL or nearest is not None else None,
             **figures[activation],
         }

@@ -17,16 +17,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from octavo.integrations.data import load_data, token_windows
 
-VOCABULARY = 2048
-CONTEXT, BATCH = 128, 8
+VOCABULARY = 1024
+CONTEXT, BATCH = 64, 8
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
-    "hidden_size": 256,
-    "intermediate_size": 640,
-    "num_hidden_layers": 4,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 64,
+    "head_dim": 32,
     "max_position_embeddings": 2048,
     "bos_token_id": 0,
     "eos_token_id": 0,
