@@ -12,7 +12,7 @@ from octavo.cli.render import pairs, table
 
 if TYPE_CHECKING:
     from octavo.pipelines.trial_report import TrialReport
-    from octavo.workflows.plan import Option, PlanReport
+    from octavo.workflows.planner.report import Option, PlanReport
 
 CHECKPOINTING = "auto|none|selective|full"
 REASONS = 8  # rejected ways that are shown

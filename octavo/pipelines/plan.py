@@ -7,8 +7,9 @@ import pydantic
 from octavo.base.errors import require_type
 from octavo.base.report import Report
 from octavo.pipelines.trial_report import TrialReport
-from octavo.workflows.plan import PlanConfig, PlanReport, write_run
+from octavo.workflows.plan import PlanConfig, write_run
 from octavo.workflows.plan import plan as predict
+from octavo.workflows.planner.report import PlanReport
 
 
 class PlanJobConfig(PlanConfig):

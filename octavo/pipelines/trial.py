@@ -18,8 +18,9 @@ from octavo.base.errors import RefusedError, UnsupportedError
 from octavo.base.log import logger
 from octavo.pipelines.trial_process import Ended, run_group
 from octavo.pipelines.trial_report import TrialReport, Tried
-from octavo.workflows.plan import PlanConfig, PlanReport
+from octavo.workflows.plan import PlanConfig
 from octavo.workflows.planner.memory import Memory, Setup, memory
+from octavo.workflows.planner.report import PlanReport
 from octavo.workflows.planner.source import read_model
 from octavo.workflows.planner.tables import GIB
 

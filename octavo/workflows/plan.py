@@ -15,11 +15,12 @@ from typing import Any, Literal
 import pydantic
 
 from octavo.base.errors import ConfigError, require_type
-from octavo.base.report import Config, Report, atomic_write, read_yaml
+from octavo.base.report import Config, atomic_write, read_yaml
 from octavo.workflows.planner.memory import Setup
 from octavo.workflows.planner.model import Model
-from octavo.workflows.planner.search import Candidate, Limits, Rejected, pareto, per_place, place_name, search
-from octavo.workflows.planner.source import read_model
+from octavo.workflows.planner.report import PlanReport, Rejection, option
+from octavo.workflows.planner.search import Candidate, Limits, Rejected, pareto, per_place, search
+from octavo.workflows.planner.source import hub_id, read_model
 from octavo.workflows.planner.tables import GIB, Machine, gpu_named, instances
 from octavo.workflows.planner.timing import fp8_shapes
 
@@ -84,77 +85,6 @@ class PlanConfig(Config):
         return self
 
 
-class Option(Report):
-    """One way to run. memory_gib: predicted peak of one GPU with its bounds, usable_gib what torch reports of it.
-
-    terms_gib: parts of the peak, at `instant`; dominant: the largest. seconds_per_step with its bounds; parts: where
-    they go. mfu: of the BF16 peak, without recomputation. hours, cost_usd: of the whole run; None: unknown.
-    """
-
-    where: str
-    gpu: str
-    gpus: int
-    nodes: int
-    sharding: str
-    precision: str
-    arithmetic: str
-    scheme: str
-    checkpointing: str
-    micro_batch: int
-    accumulation: int
-    memory_gib: float
-    memory_range_gib: tuple[float, float]
-    usable_gib: float
-    instant: str
-    dominant: str
-    terms_gib: dict[str, float]
-    seconds_per_step: float
-    seconds_range: tuple[float, float]
-    parts_s: dict[str, float]
-    bound: str
-    rates: Literal["measured", "estimated"]
-    tokens_per_second: float
-    mfu: float
-    usd_per_hour: float | None
-    usd_per_million_tokens: float | None
-    hours: float | None
-    cost_usd: float | None
-    notes: list[str]
-
-
-class Rejection(Report):
-    """A way that does not keep the limits. where: the machine; what: the setting, empty for all of them."""
-
-    where: str
-    what: str
-    reason: str
-
-
-class PlanReport(Report):
-    """parameters: exact, of all that is held in memory. by_role: the same in parts. trained: parameters that train.
-
-    from_headers: counted from safetensors headers, else by formula. options: the best
-    of every place, best first. pareto: those that no other
-    beats in both cost and time. run: settings of octavo finetune for the first option, None where it cannot run it.
-    """
-
-    model: str
-    parameters: int
-    by_role: dict[str, int]
-    from_headers: bool
-    trained: int
-    method: str
-    context: int
-    batch: int
-    steps: int | None
-    options: list[Option]
-    pareto: list[Option]
-    rejected: list[Rejection]
-    notes: list[str]
-    run: dict[str, Any] | None
-    command: str | None
-
-
 def plan(config: PlanConfig) -> PlanReport:
     """Search and rank; write run.yaml if asked to. ConfigError, CheckpointError: a model or a limit without sense."""
     require_type("plan: config", config, PlanConfig)
@@ -176,8 +106,8 @@ def plan(config: PlanConfig) -> PlanReport:
         context=config.context,
         batch=config.batch,
         steps=steps,
-        options=[_option(one, steps) for one in per_place(found)[: config.top]],
-        pareto=[_option(one, steps) for one in pareto(found)],
+        options=[option(one, steps) for one in per_place(found)[: config.top]],
+        pareto=[option(one, steps) for one in pareto(found)],
         rejected=[Rejection(where=r.where, what=r.what, reason=r.reason) for r in rejected],
         notes=_notes(config, model, found, rejected),
         run=run,
@@ -205,13 +135,28 @@ def write_run(path: Path, report: PlanReport) -> None:
 
 
 def _machines(config: PlanConfig) -> list[Machine]:
-    prices = {str(k): float(v) for k, v in read_yaml(config.prices).items()} if config.prices else {}
+    prices = _prices(config.prices) if config.prices else {}
     names = [gpu_named(name) for name in config.gpu]
     if config.gpu and not config.instance:
         counts = [n for n in COUNTS if n <= (config.max_gpus or COUNTS[-1])]
         return [Machine("", gpu, count) for gpu in names for count in counts]
     found = instances(config.instance, config.spot, prices)
-    return [machine for machine in found if not names or machine.gpu in names]
+    kept = [machine for machine in found if not names or machine.gpu in names]
+    if not kept:
+        have = ", ".join(dict.fromkeys(machine.gpu.name for machine in found))
+        raise ConfigError(
+            f"no such instance has {', '.join(config.gpu)}", got=have, fix="Leave --instance or --gpu out."
+        )
+    return kept
+
+
+def _prices(path: Path) -> dict[str, float]:
+    """Instance type -> USD an hour. ConfigError for what is no price."""
+    found = read_yaml(path)
+    for name, price in found.items():
+        if isinstance(price, bool) or not isinstance(price, int | float) or not 0 < price < math.inf:
+            raise ConfigError(f"{path}: {name}", got=repr(price), need="USD an hour, above 0")
+    return {name: float(price) for name, price in found.items()}
 
 
 def _setups(config: PlanConfig) -> list[Setup]:
@@ -241,47 +186,12 @@ def _order(by: str) -> Any:
     return key
 
 
-def _option(one: Candidate, steps: int | None) -> Option:
-    rate, price = one.tokens_per_second, one.price
-    return Option(
-        where=place_name(one.machine, one.nodes),
-        gpu=one.machine.gpu.name,
-        gpus=one.setup.world,
-        nodes=one.nodes,
-        sharding=one.setup.sharding,
-        precision=one.setup.precision,
-        arithmetic=one.arithmetic,
-        scheme=one.scheme,
-        checkpointing=one.setup.checkpointing,
-        micro_batch=one.setup.micro,
-        accumulation=one.accumulation,
-        memory_gib=one.memory.peak / GIB,
-        memory_range_gib=(one.memory.low / GIB, one.memory.high / GIB),
-        usable_gib=one.machine.gpu.memory / GIB,
-        instant=one.memory.instant,
-        dominant=one.memory.dominant,
-        terms_gib={name: value / GIB for name, value in one.memory.terms.items()},
-        seconds_per_step=one.time.seconds,
-        seconds_range=(one.time.low, one.time.high),
-        parts_s=dict(one.time.parts),
-        bound=one.time.bound,
-        rates="measured" if one.time.measured else "estimated",
-        tokens_per_second=rate,
-        mfu=one.time.mfu,
-        usd_per_hour=price,
-        usd_per_million_tokens=None if price is None else price / 3600 / rate * 1e6,
-        hours=None if steps is None else one.hours(steps),
-        cost_usd=None if steps is None else one.cost(steps),
-        notes=list(one.notes),
-    )
-
-
 def _run(config: PlanConfig, best: Candidate | None, steps: int | None) -> dict[str, Any] | None:
     """Settings of octavo finetune: its names, nothing else."""
     if best is None or not _runs(config):
         return None
     values: dict[str, Any] = {
-        "model": config.model,
+        "model": hub_id(config.model),
         "data": config.data,
         "out": None if config.out is None else str(config.out),
         "mode": "lora" if best.setup.precision == "fp8" else "two-stage",

@@ -68,6 +68,14 @@ def test_prices_of_the_user_win(tmp_path):
     assert all(o.usd_per_hour is None for o in spot.options) and any("spot prices" in n for n in spot.notes)
 
 
+@pytest.mark.parametrize("price", ["cheap", "0", "-1", ".inf", ".nan", "true", "[1]"])
+def test_what_is_no_price(tmp_path, price):
+    prices = tmp_path / "prices.yaml"
+    prices.write_text(f"p5.48xlarge: {price}\n")
+    with pytest.raises(ConfigError, match=r"p5\.48xlarge"):
+        planned(prices=prices)
+
+
 def test_every_limit_says_why(tmp_path):
     cases = {
         "usable": {"gpu": ("rtx4090",), "precision": "bf16", "max_gpus": 1},
@@ -144,7 +152,8 @@ def test_run_yaml_without_data_leaves_it_to_the_command(tmp_path):
     file = tmp_path / "run.yaml"
     report = planned(gpu=("h200",), max_gpus=2, order="time", write=file)
     assert report.command == f"torchrun --nproc-per-node 2 -m octavo finetune {file} --data DATA --out OUT"
-    assert "data" not in yaml.safe_load(file.read_text())
+    run = yaml.safe_load(file.read_text())
+    assert "data" not in run and run["model"] == "meta-llama/Llama-3.1-8B"
 
 
 def test_what_finetune_does_not_run_has_no_run_yaml(tmp_path):
@@ -160,6 +169,7 @@ def test_what_finetune_does_not_run_has_no_run_yaml(tmp_path):
         ({"budget": 5.0}, "tokens"),
         ({"instance": ("p9.*",)}, "p9"),
         ({"gpu": ("h999",)}, "h999"),
+        ({"gpu": ("h100",), "instance": ("g5.*",)}, "no such instance has h100"),
         ({"target_modules": ("nothing",)}, "nothing"),
         ({"tokens": "many"}, "tokens"),
     ],

@@ -13,7 +13,8 @@ from typing import Any
 
 from octavo.base.errors import ConfigError
 from octavo.formats.architectures import layer_index, role
-from octavo.workflows.planner.shapes import FAMILIES, Family, head_dim, is_tied, number, shapes_of, text_config
+from octavo.workflows.planner.config import head_dim, number, text_config
+from octavo.workflows.planner.shapes import FAMILIES, Family, is_tied, shapes_of
 
 Shapes = Mapping[str, tuple[int, ...]]
 QUANTIZED = frozenset({"linear", "expert"})  # roles that a recipe gives FP8 codes; formats.recipe, without torch

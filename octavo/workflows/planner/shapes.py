@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.base.errors import ConfigError, did_you_mean
+from octavo.workflows.planner.config import head_dim, number, text_config
 
 Shapes = dict[str, tuple[int, ...]]
-TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
 
 
 @dataclass(frozen=True)
@@ -68,29 +68,6 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of config.json about the language model."""
-    for key in TEXT_CONFIGS:
-        inner = config.get(key)
-        if isinstance(inner, dict):
-            deeper = inner.get("text_config")
-            return deeper if isinstance(deeper, dict) else inner
-    return config
-
-
-def number(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
-    """The first of these keys that holds a positive whole number. ConfigError for none without a default."""
-    for name in names:
-        value = config.get(name)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return value
-        if value is not None and default is None:
-            raise ConfigError(f"config.json: {name}", got=repr(value), need="a positive whole number")
-    if default is None:
-        raise ConfigError(f"config.json has no {names[0]}", need="the config.json of a language model")
-    return default
-
-
 def shapes_of(config: Mapping[str, Any]) -> Shapes:
     """Every tensor of the model, towers included. ConfigError for a family, tower or quantization unknown here."""
     text = text_config(config)
@@ -119,11 +96,6 @@ def is_tied(config: Mapping[str, Any]) -> bool:
     family = FAMILIES.get(str(text.get("model_type")), Family())
     value = text.get("tie_word_embeddings", config.get("tie_word_embeddings"))
     return family.tied if value is None else bool(value)
-
-
-def head_dim(text: Mapping[str, Any]) -> int:
-    heads = number(text, "num_attention_heads")
-    return number(text, "head_dim", default=number(text, "hidden_size") // heads)
 
 
 def _linear(name: str, rows: int, cols: int, bias: bool = False) -> Shapes:

@@ -5,9 +5,6 @@ Weights are never fetched and never mapped: the headers of safetensors files say
 
 from __future__ import annotations
 
-import json
-from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,7 @@ from octavo.base.errors import CheckpointError
 from octavo.base.report import UNREADABLE, read_json
 from octavo.store.raw_header import check_shape, read_raw_header
 from octavo.workflows.planner.model import Model
+from octavo.workflows.planner.tables import load
 
 INDEX = "model.safetensors.index.json"
 OTHER_WEIGHTS = ("consolidated", "adapter_model", "optimizer", "rng_state", "scheduler")
@@ -39,11 +37,15 @@ def read_model(name: str, targets: tuple[str, ...] = ()) -> Model:
     return Model.from_config(name, config, targets)
 
 
-@cache
 def published() -> dict[str, dict[str, Any]]:
     """Name in small letters -> config.json, as far as sizes go, of models that plans are often made for."""
-    text = resources.files("octavo.workflows.planner").joinpath("models.json").read_text(encoding="utf-8")
-    return {name.lower(): entry["config"] for name, entry in json.loads(text)["models"].items()}
+    return {name.lower(): entry["config"] for name, entry in load("models")["models"].items()}
+
+
+def hub_id(name: str) -> str:
+    """What other commands call this model: the repository of a published model, anything else as it is."""
+    known = {key.lower(): entry["repository"] for key, entry in load("models")["models"].items() if key != "demo"}
+    return name if Path(name).expanduser().exists() else known.get(name.lower(), name)
 
 
 def _config(path: Path) -> dict[str, Any]:
