@@ -72,6 +72,9 @@ W_NAMES = {
 }
 # Families whose experts every engine loads from one stacked parameter only: single ones, as FP8 needs them, are lost.
 STACKED_ONLY = frozenset({"gpt_oss"})
+# Families whose experts were linears in Transformers 4 and are stacked in 5: asked for an adapter on their MLP, PEFT
+# puts it on the stacks and makes new weights of all experts in every pass. Source: PEFT's conversion of target_modules.
+ADAPTED_STACKS = frozenset({"mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3"})
 # GPT-2's Conv1D stores its matrices as [in, out]: neither a row nor a block of such a file is what engines multiply.
 CONV1D_TYPES = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer"})
 

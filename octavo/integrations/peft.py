@@ -22,8 +22,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from octavo.base.errors import ConfigError, RefusedError, did_you_mean
+from octavo.formats.architectures import ADAPTED_STACKS
 from octavo.formats.measure import delta_kept
 from octavo.formats.scaled import ScaledTensor
+from octavo.modules.experts import FrozenFloat8Experts
 from octavo.modules.frozen import FrozenFloat8Linear
 from octavo.ops.quantize import dequantize, quantize
 
@@ -133,7 +135,8 @@ def lora_config(
     gaussian: bool = False,
     target_modules: Collection[str] = (),
 ) -> LoraConfig:
-    """A LoraConfig for a Transformers model. target_modules: names or their ends; none: every linear but the head.
+    """A LoraConfig for a Transformers model. target_modules: names or their ends; none: every linear but the head,
+    and over FP8 experts, which cannot be adapted, none of an MLP that PEFT would take for them.
 
     ConfigError for a name that fits no linear layer, and for the head or the embeddings, which stay as they are.
     """
@@ -148,6 +151,8 @@ def lora_config(
         if any(name == target or name.endswith("." + target) for name in everything):
             raise ConfigError(f"target_modules: '{target}' takes no adapter", need=", ".join(sorted(known)))
         raise ConfigError(f"target_modules: the model has no '{target}'", fix=did_you_mean(target, known))
+    if not target_modules and _would_adapt_codes(model):
+        target_modules = sorted({name.rpartition(".")[2] for name in linears if ".mlp." not in name})
     return LoraConfig(
         r=rank,
         lora_alpha=alpha,
@@ -157,6 +162,12 @@ def lora_config(
         target_modules=list(target_modules) or "all-linear",
         task_type="CAUSAL_LM",
     )
+
+
+def _would_adapt_codes(model: nn.Module) -> bool:
+    """Whether `all-linear` would reach experts that are FP8 codes."""
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    return kind in ADAPTED_STACKS and any(isinstance(module, FrozenFloat8Experts) for module in model.modules())
 
 
 def load_adapter(model: nn.Module, folder: Path | str, *, trainable: bool = False) -> PeftModel:

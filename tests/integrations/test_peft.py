@@ -12,7 +12,8 @@ from torch import nn
 from octavo.base.errors import ConfigError, RefusedError, ShapeError
 from octavo.formats.granularity import PerBlock, PerTensor
 from octavo.formats.recipe import Rule
-from octavo.integrations.peft import Float8LoraLinear, adapted_layers, get_peft_model, kept, load_adapter
+from octavo.integrations.peft import Float8LoraLinear, adapted_layers, get_peft_model, kept, load_adapter, lora_config
+from octavo.integrations.transformers import load
 from octavo.modules.frozen import FrozenFloat8Linear
 from octavo.testing import assert_sqnr
 
@@ -50,6 +51,15 @@ def layer(model) -> Float8LoraLinear:
 
 
 X = torch.randn(5, 48, generator=torch.Generator().manual_seed(2))
+
+
+def test_experts_that_are_codes_get_no_adapter_and_the_attention_trains(tiny_moe):
+    model = load(tiny_moe, "channel", device="cpu", dtype=torch.float32)
+    model = get_peft_model(model, lora_config(model, rank=4, alpha=8))
+    assert {name.rpartition(".")[2] for name in adapted_layers(model)} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    ids = torch.tensor([[5, 6, 7, 8]])
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert all(p.grad is not None for name, p in model.named_parameters() if "lora_B" in name)
 
 
 def test_only_adapters_train_in_float32():

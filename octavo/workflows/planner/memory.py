@@ -99,11 +99,12 @@ def memory(model: Model, setup: Setup) -> Memory:
 
 
 def trained_parameters(model: Model, setup: Setup) -> int:
-    return model.adapter_parameters(setup.rank) if setup.method == "lora" else model.parameters
+    lora = setup.method == "lora"
+    return model.adapter_parameters(setup.rank, setup.precision) if lora else model.parameters
 
 
 def _trains_experts(model: Model, setup: Setup, width: Width) -> bool:
-    return width.routed > 0 and (setup.method == "full" or model.adapts_experts)
+    return width.routed > 0 and (setup.method == "full" or model.adapts_experts(setup.precision))
 
 
 def persistent(model: Model, setup: Setup) -> dict[str, float]:

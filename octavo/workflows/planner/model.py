@@ -12,7 +12,7 @@ from math import prod
 from typing import Any
 
 from octavo.base.errors import ConfigError
-from octavo.formats.architectures import layer_index, role
+from octavo.formats.architectures import ADAPTED_STACKS, layer_index, role
 from octavo.workflows.planner.config import head_dim, number, text_config
 from octavo.workflows.planner.shapes import FAMILIES, Family, is_tied, shapes_of
 
@@ -158,18 +158,18 @@ class Model:
             # PEFT adapts nn.Linear. Transformers' routers are none, but for the gate of Qwen2-MoE's shared expert.
             linear = kind == "linear" or module.endswith(".shared_expert_gate")
             linear = linear or (kind == "tower" and len(shape) == 2 and "embed" not in name)
-            linear = linear and not (self.family.adapts_experts and ".mlp." in module)
+            linear = linear and not (self.stacked and ".mlp." in module)
             if linear and module != name and self._targeted(module):
                 found[module] = (shape[0], shape[1])
         if not found:
             raise ConfigError("target_modules fit no linear layer", got=", ".join(self.target_modules))
         return found
 
-    def adapter_parameters(self, rank: int) -> int:
+    def adapter_parameters(self, rank: int, precision: str = "bf16") -> int:
         """Of LoRA: rank * (in + out) for every adapted linear. For experts that PEFT adapts too, a rank for each,
-        doubled for gate and up, which are one tensor."""
+        doubled for gate and up, which are one tensor; FP8 ones are left alone."""
         total = sum(rank * (rows + cols) for rows, cols in self.adapted.values())
-        if not self.adapts_experts:
+        if not self.adapts_experts(precision):
             return total
         for name, kind in self.roles.items():
             shape = self.shapes[name]
@@ -187,9 +187,13 @@ class Model:
         return total
 
     @property
-    def adapts_experts(self) -> bool:
+    def stacked(self) -> bool:
+        """Whether PEFT takes the linears of an MLP for stacked experts."""
+        return self.text.get("model_type") in ADAPTED_STACKS
+
+    def adapts_experts(self, precision: str) -> bool:
         """Whether LoRA trains the experts: then each pass makes new weights for all of them."""
-        return self.family.adapts_experts and not self.target_modules
+        return self.stacked and precision == "bf16" and not self.target_modules
 
     @cached_property
     def widths(self) -> list[Width]:

@@ -171,8 +171,6 @@ def _best(model: Model, machine: Machine, nodes: int, setup: Setup, limits: Limi
         return f"FP8 storage needs sm80 or later, {machine.gpu.name} is {machine.gpu.sm}"
     if setup.precision == "fp8" and setup.method == "full" and arithmetic != "fp8":
         return f"FP8 for full training is a matter of FP8 products alone: {why}"
-    if setup.precision == "fp8" and setup.method == "lora" and model.adapts_experts:
-        return "PEFT would put adapters on the experts, which it cannot in FP8: name the attention's --target-modules"
     usable = min(machine.gpu.memory, limits.memory or machine.gpu.memory) * USABLE
     best: Candidate | None = None
     reason = ""

@@ -23,8 +23,7 @@ class Family:
     attention, mlp: names below. tied: the default of tie_word_embeddings where the config does not say.
 
     scores: bytes per head and key that attention keeps where the class has no fused kernel. gated: values of the MLP's
-    width that its activation keeps. adapts_experts: PEFT puts adapters on stacked experts and router and on no other
-    linear of an MLP, because Transformers 4 had them as linears.
+    width that its activation keeps.
     """
 
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
@@ -36,7 +35,6 @@ class Family:
     tied: bool = False
     scores: int = 0
     gated: int = 3
-    adapts_experts: bool = False
 
 
 _FOUR_NORMS = (
@@ -57,14 +55,12 @@ FAMILIES: dict[str, Family] = {
     "gemma3_text": Family(norms=_FOUR_NORMS, qk_norm="head", tied=True),
     "phi3": Family(attention="fused", mlp="fused"),
     "olmo2": Family(norms=("post_attention_layernorm", "post_feedforward_layernorm"), qk_norm="full"),
-    "mixtral": Family(mlp="mixtral", adapts_experts=True),
+    "mixtral": Family(mlp="mixtral"),
     "qwen2_moe": Family(qkv_bias="qkv_bias", mlp="qwen2_moe"),
-    "qwen3_moe": Family(
-        qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="head", mlp="qwen3_moe", adapts_experts=True
-    ),
+    "qwen3_moe": Family(qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="head", mlp="qwen3_moe"),
     "gpt_oss": Family(qkv_bias=True, o_bias=True, attention="sinks", mlp="gpt_oss", scores=2, gated=6),
-    "deepseek_v2": Family(attention="mla", mlp="deepseek", adapts_experts=True),
-    "deepseek_v3": Family(attention="mla", mlp="deepseek", adapts_experts=True),
+    "deepseek_v2": Family(attention="mla", mlp="deepseek"),
+    "deepseek_v3": Family(attention="mla", mlp="deepseek"),
 }
 
 

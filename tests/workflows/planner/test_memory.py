@@ -79,13 +79,8 @@ def test_experts_that_lora_trains_cost_a_copy_of_all_of_them():
     copies = 2 * model.widths[0].experts * model.layers
     assert copies > 50e9
     assert memory(model, none).instants["backward"] - memory(attention, none).instants["backward"] > copies
-    found, rejected = search(
-        model, [Machine("", gpus()["b300"], 1)], [replace(none, precision="fp8")], Limits(1), "channel"
-    )
-    assert not found and "--target-modules" in rejected[0].reason
-    assert search(attention, [Machine("", gpus()["b300"], 1)], [replace(none, precision="fp8")], Limits(1), "channel")[
-        0
-    ]
+    fp8 = replace(none, precision="fp8")  # experts that are codes get no adapters
+    assert memory(model, fp8).instants["backward"] < memory(attention, fp8).instants["backward"] * 1.01
 
 
 def test_sharding_keeps_a_gathered_block_and_ddp_buckets():
