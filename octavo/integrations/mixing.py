@@ -6,9 +6,9 @@ policy leaves FP8 in their places.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -17,8 +17,9 @@ from torch import nn
 from octavo.base.log import progress
 from octavo.formats.recipe import Recipe
 from octavo.integrations import measuring
+from octavo.integrations.scoring import Logits, score, swapped
 from octavo.modules.attribution import Attribution
-from octavo.modules.divergence import Divergence, PairedScore
+from octavo.modules.divergence import Divergence
 from octavo.modules.experts import FrozenFloat8Experts
 from octavo.modules.frozen import FrozenFloat8Linear
 from octavo.store.moments import Moments
@@ -29,14 +30,16 @@ from octavo.store.units import HIGH
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+Shares = dict[str, dict[str, float]]
 SEED = 0  # of the draws from the models' own distributions
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """model: in 16 bit. twins: option -> module name in the model -> FP8 layer. units: module name -> unit."""
+    """model: in 16 bit. own: its layers by name. twins: option -> the same name -> FP8 layer. units: name -> unit."""
 
     model: PreTrainedModel
+    own: Mapping[str, nn.Module]
     twins: Mapping[str, Mapping[str, nn.Module]]
     units: Mapping[str, str]
 
@@ -63,41 +66,35 @@ class Mixture:
             }
         stored = measuring.stored_names(opened.model, Checkpoint.open(opened.folder))
         names = {name for layers in twins.values() for name in layers}
-        units = {name: _unit(opened.model.get_submodule(name), name, stored) for name in names}
+        own = {name: opened.model.get_submodule(name) for name in names}
+        units = {name: _unit(module, name, stored) for name, module in own.items()}
         for parameter in opened.model.parameters():
             parameter.requires_grad_(False)
-        return cls(opened.model, twins, units)
-
-    @contextmanager
-    def mixed(self, picks: Mapping[str, str]) -> Iterator[None]:
-        """Every unit as picked (unit -> option or HIGH); units that are not named stay in 16 bit."""
-        kept: dict[str, nn.Module] = {}
-        try:
-            for name, unit in self.units.items():
-                twin = self.twins.get(picks.get(unit, HIGH), {}).get(name)
-                if twin is not None:
-                    kept[name] = self.model.get_submodule(name)
-                    self.model.set_submodule(name, twin)
-            yield
-        finally:
-            for name, module in kept.items():
-                self.model.set_submodule(name, module)
+        return cls(opened.model, own, twins, units)
 
     def measure(self, windows: torch.Tensor, policies: Sequence[Mapping[str, str]], title: str) -> list[Divergence]:
-        """Divergence from the 16-bit model of each policy, over windows of tokens, int64 [n, T]."""
-        scores = [PairedScore() for _ in policies]
-        with progress(title, len(windows) * (len(policies) + 1)) as advance:
-            for window in windows:
-                reference = measuring.logits(self.model, window)
-                advance(1)
-                for score, picks in zip(scores, policies, strict=True):
-                    with self.mixed(picks):
-                        score.add(reference, measuring.logits(self.model, window), window.to(reference.device))
-                    advance(1)
-        return [score.result() for score in scores]
+        """Divergence from the 16-bit model of each policy, over windows of tokens, int64 [n, T].
 
-    def attribute(self, windows: torch.Tensor) -> dict[str, dict[str, float]]:
-        """option -> unit -> estimated KL, nats per token, of the unit alone, from one backward pass a window."""
+        A policy: unit -> option or HIGH; units that it does not name stay in 16 bit.
+        """
+        candidates = {str(i): self._logits(picks) for i, picks in enumerate(policies)}
+        return list(score(partial(measuring.logits, self.model), candidates, windows, title).values())
+
+    def _logits(self, picks: Mapping[str, str]) -> Logits:
+        found = ((name, self.twins.get(picks.get(unit, HIGH), {}).get(name)) for name, unit in self.units.items())
+        new = {name: twin for name, twin in found if twin is not None}
+
+        def run(window: torch.Tensor) -> torch.Tensor:
+            with swapped(self.model, new, self.own):
+                return measuring.logits(self.model, window)
+
+        return run
+
+    def attribute(self, windows: torch.Tensor, few: int) -> tuple[Shares, Shares]:
+        """option -> unit -> estimated KL, nats per token, of the unit alone, from one backward pass a window.
+
+        Over all windows, and over the first `few`, to compare with what is measured there.
+        """
         generator = torch.Generator().manual_seed(SEED)
         device = next(self.model.parameters()).device
         embeddings = cast(Any, self.model).get_input_embeddings()
@@ -108,13 +105,15 @@ class Mixture:
                 Attribution(self.model, self.twins, self.units) as seen,
                 progress("Single layers", len(windows)) as advance,
             ):
-                for window in windows:
+                for number, window in enumerate(windows, 1):
                     result = self.model(input_ids=window[None].to(device), use_cache=False)
                     seen.backward(result.logits[0], generator)
+                    if number <= few:
+                        first = seen.result()
                     advance(1)
         finally:
             wake.remove()
-        return seen.result()
+        return seen.result(), first
 
 
 def _unit(module: nn.Module, name: str, stored: measuring.StoredNames) -> str:

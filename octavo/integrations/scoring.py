@@ -60,7 +60,7 @@ def attribution(reference: nn.Module, model: nn.Module, windows: torch.Tensor) -
 
     def with_part(names: list[str]) -> Logits:
         def run(window: torch.Tensor) -> torch.Tensor:
-            with _swapped(reference, {name: modules[name] for name in names}, own):
+            with swapped(reference, {name: modules[name] for name in names}, own):
                 return logits(reference, window)
 
         return run
@@ -70,7 +70,8 @@ def attribution(reference: nn.Module, model: nn.Module, windows: torch.Tensor) -
 
 
 @contextmanager
-def _swapped(model: nn.Module, new: Mapping[str, nn.Module], own: Mapping[str, nn.Module]) -> Iterator[None]:
+def swapped(model: nn.Module, new: Mapping[str, nn.Module], own: Mapping[str, nn.Module]) -> Iterator[None]:
+    """While the block lasts, `new` modules in place of the model's `own`, by name."""
     for name, module in new.items():
         model.set_submodule(name, module)
     try:

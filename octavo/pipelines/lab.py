@@ -22,6 +22,8 @@ from octavo.store.units import Unit, mixed_recipe
 if TYPE_CHECKING:
     from octavo.pipelines.tune import TuneConfig
 
+FEW = 4  # layers alone are measured on every FEW-th part of the windows
+
 
 class Lab:
     """The models in memory, opened once."""
@@ -32,6 +34,7 @@ class Lab:
         dtype = measuring.compute_dtype(config.dtype, config.device)
         opened = measuring.open_model(source.folder, device=config.device, dtype=dtype)
         self.windows = measuring_windows(config, opened.tokenizer)
+        self.few = -(-len(self.windows) // FEW)
         schemes = dict.fromkeys(option for unit in units for option in unit.rules)
         recipes = {}
         for scheme in schemes:
@@ -43,13 +46,14 @@ class Lab:
         )
 
     def attribute(self) -> Facts:
-        return dict(self.mixture.attribute(self.windows))
+        every, few = self.mixture.attribute(self.windows, self.few)
+        return {"every": every, "few": few}
 
     def alone(self, all_fp8: Picks, names: list[str]) -> Facts:
-        policies = [all_fp8, *({name: all_fp8[name]} for name in names)]
-        found = self.mixture.measure(self.windows, policies, "Measuring")
-        alone = {name: result.kl.mean for name, result in zip(names, found[1:], strict=True)}
-        return {**self._facts(found[0]), "alone": alone}
+        """All in FP8 on all windows, and each of these units alone on a few."""
+        found = self.mixture.measure(self.windows[: self.few], [{n: all_fp8[n]} for n in names], "Layers alone")
+        alone = {name: result.kl.mean for name, result in zip(names, found, strict=True)}
+        return {**self.joint(all_fp8), "alone": alone}
 
     def joint(self, picks: Picks) -> Facts:
         return self._facts(self.mixture.measure(self.windows, [picks], "Measuring")[0])

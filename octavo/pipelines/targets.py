@@ -88,10 +88,17 @@ def size_of(units: Sequence[Unit], picks: Picks, total: int) -> Size:
     return Size(total + larger, sum(unit.size[HIGH] for unit in units if picks[unit.name] == HIGH))
 
 
-def corrected(estimates: Losses, measured: Mapping[str, float], scheme: str) -> dict[str, dict[str, float]]:
-    """Estimates, with what was measured in their place and the rest scaled as the measured ones turned out to be."""
-    guessed = sum(estimates[scheme][unit] for unit in measured)
-    ratio = sum(measured.values()) / guessed if guessed > 0 else 1.0
-    result = {option: {unit: loss * ratio for unit, loss in found.items()} for option, found in estimates.items()}
-    result[scheme].update(measured)
-    return result
+def corrected(
+    estimates: Losses, few: Mapping[str, float], measured: Mapping[str, float], scheme: str
+) -> dict[str, dict[str, float]]:
+    """Estimates, scaled as the units that were measured turned out to be: each by its own factor, the rest by theirs.
+
+    few: unit -> estimate on the text of the measurements, for `scheme`.
+    """
+    guessed = sum(few[unit] for unit in measured)
+    common = sum(measured.values()) / guessed if guessed > 0 else 1.0
+    own = {unit: kl / few[unit] for unit, kl in measured.items() if few[unit] > 0}
+    return {
+        option: {unit: loss * own.get(unit, common) for unit, loss in found.items()}
+        for option, found in estimates.items()
+    }

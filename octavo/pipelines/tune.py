@@ -181,29 +181,30 @@ class Tuning:
         self.all_fp8: Picks = {unit.name: self.base.name for unit in self.units}
         self.measured: dict[str, float] = {}
         self.points: dict[str, tuple[Picks, Facts]] = {}
+        self.moments = self._moments()
 
     @cached_property
     def losses(self) -> dict[str, dict[str, float]]:
         """option -> unit -> KL of the unit alone: estimated, and corrected by measurements."""
         found = self.phases.run("single layers", "Every layer's share, estimated", lambda: self.lab.attribute())
-        estimates: dict[str, dict[str, float]] = {
-            option: {unit.name: shares.get(unit.name, 0.0) for unit in self.units} for option, shares in found.items()
-        }
+        estimates, few = (
+            {option: {u.name: shares.get(u.name, 0.0) for u in self.units} for option, shares in part.items()}
+            for part in (found["every"], found["few"])
+        )
         first = sorted(self.units, key=lambda unit: -_density(unit, estimates[self.base.name], self.base.name))
         names = [unit.name for unit in first[: self.config.checks]]
         title = f"All in FP8, and {len(names)} layers alone, measured"
         facts = self.phases.run(f"alone {len(names)}", title, lambda: self.lab.alone(self.all_fp8, names))
         self.measured = facts["alone"]
         self.points["all"] = (self.all_fp8, facts)
-        return corrected(estimates, self.measured, self.base.name)
+        return corrected(estimates, few[self.base.name], self.measured, self.base.name)
 
     @property
     def additivity(self) -> float:
         total = sum(self.losses[self.base.name].values())
         return float(self.points["all"][1]["kl"]) / total if total > 0 else 1.0
 
-    @cached_property
-    def moments(self) -> Path | None:
+    def _moments(self) -> Path | None:
         """The folder of second moments, gathered where compensated rounding needs them and none are given."""
         config = self.config
         if config.rounding == "nearest" or config.moments is not None:

@@ -182,8 +182,8 @@ def test_share_is_kept_to_the_byte(tiny_llama_128, keep):
 
 def test_measured_layers_scale_the_others():
     estimates = {"channel": {"a": 1.0, "b": 2.0, "c": 4.0}, "tensor": {"c": 8.0}}
-    found = corrected(estimates, {"a": 0.6, "b": 0.9}, "channel")
-    assert found == {"channel": {"a": 0.6, "b": 0.9, "c": 2.0}, "tensor": {"c": 4.0}}
+    found = corrected(estimates, {"a": 2.0, "b": 1.0, "c": 5.0}, {"a": 1.0, "b": 0.5}, "channel")
+    assert found == {"channel": {"a": 0.5, "b": 1.0, "c": 2.0}, "tensor": {"c": 4.0}}
 
 
 @pytest.mark.parametrize(
