@@ -38,16 +38,16 @@ class Bar:
 def bar_chart(title: str, x_label: str, y_label: str, bars: Sequence[Bar]) -> str:
     """An SVG figure with labelled axes; values from zero. Every label is written where there is room for it."""
     top = max((bar.value + (bar.error or 0.0) for bar in bars), default=0.0)
-    ticks = _ticks(top)
+    steps = ticks(top)
     plot_w, plot_h = WIDTH - LEFT - 10, HEIGHT - BOTTOM - TOP
     step = plot_w / max(len(bars), 1)
 
     def y(value: float) -> float:
-        return TOP + plot_h * (1 - (value if value > 0 else 0.0) / ticks[-1])  # NaN is no height
+        return TOP + plot_h * (1 - (value if value > 0 else 0.0) / steps[-1])  # NaN is no height
 
     parts = [f'<figure><figcaption>{escape(title)}</figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">']
     parts.append(f"<title>{escape(title)}</title>")
-    for tick in ticks:
+    for tick in steps:
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - 10}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>')
         parts.append(f'<text x="{LEFT - 8}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:.4g}</text>')
     every = max(1, math.ceil(max((len(bar.label) for bar in bars), default=1) * 7.5 / step))
@@ -95,7 +95,7 @@ def page(title: str, parts: Sequence[str]) -> bytes:
     return f"{head}<body><h1>{escape(title)}</h1>{''.join(parts)}</body></html>\n".encode()
 
 
-def _ticks(top: float) -> list[float]:
+def ticks(top: float) -> list[float]:
     """Four to six round steps from zero to at least `top`."""
     if not top > 0 or not math.isfinite(top):
         return [0.0, 1.0]

@@ -25,7 +25,7 @@ from octavo.integrations.moments import moments_of
 from octavo.pipelines.lab import Lab
 from octavo.pipelines.phases import Facts, Phases, Say, silent
 from octavo.pipelines.targets import Picks, Size, Target, choices, corrected, picks_of, size_of
-from octavo.pipelines.tune_page import page
+from octavo.pipelines.tune_page import tune_page
 from octavo.store.manifest import fingerprint
 from octavo.store.policy import POLICY, Policy, PolicyEntry
 from octavo.store.tensors import Checkpoint
@@ -152,7 +152,7 @@ def tune(config: TuneConfig, say: Say = silent) -> TuneReport:
     report = job.report(target, best, predicted)
     config.out.mkdir(parents=True, exist_ok=True)
     report.write(config.out / "report.json")
-    atomic_write(config.out / "report.html", page(report).encode())
+    atomic_write(config.out / "report.html", tune_page(report))
     path = config.out / POLICY
     if target.budget is not None and report.kl > target.budget:
         path.unlink(missing_ok=True)
