@@ -3,7 +3,7 @@
 Rounding to E4M3 is relative: within its 15 octaves a scale decides not how coarse the grid is but where it lies, and
 the few channels that carry most of a token's energy often repeat themselves from token to token. So the search moves
 the grid, and only upwards: nothing that calibration saw saturates. Percentiles cut off the very tokens that attention
-leans on; measured on SmolLM2, the noise of the inputs rises by 18 dB (benchmarks/log.md).
+leans on; measured on SmolLM2, the noise of the outputs rises by 18 dB (benchmarks/log.md).
 """
 
 from __future__ import annotations
