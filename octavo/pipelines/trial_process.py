@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -96,6 +97,18 @@ def classify(codes: Sequence[int | None], logs: Sequence[str], results: Sequence
         if not result.get("gradient_norm"):
             return "no gradient", "the gradient of the adapters is zero: nothing would be trained"
     return "ok", ""
+
+
+def end_with_parent() -> None:
+    """For a rank: a thread that ends this process, and all in its session, once the one that started it is gone."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], deadline: float) -> bool:

@@ -18,6 +18,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from octavo.pipelines.trial_process import end_with_parent
+
 CHARACTERS = 6  # of English text per token, more than any tokenizer makes of it
 PAGE = 8192  # characters of a document
 EVAL_TOKENS = 1024
@@ -25,6 +27,7 @@ EVAL_TOKENS = 1024
 
 def main(spec_file: str, result_file: str) -> None:
     """Run and write the result; an exception passes through, its text is what the parent reads."""
+    end_with_parent()
     spec = json.loads(Path(spec_file).read_text())
     import torch
 

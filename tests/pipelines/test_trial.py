@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -55,7 +56,11 @@ def alive(pid):
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] != "Z"
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 @pytest.mark.parametrize("form", OOM_TEXTS)
@@ -98,6 +103,29 @@ def test_a_hanging_candidate_is_ended_with_its_children(tmp_path):
     ended = group(tmp_path, body, seconds=3.0)
     assert ended.kind == "timeout" and ended.seconds < 60
     assert not alive(int((tmp_path / "pid").read_text()))
+
+
+def test_a_killed_planner_leaves_no_candidate_behind(tmp_path):
+    rank = (
+        "import os, time\nfrom octavo.pipelines.trial_process import end_with_parent\nend_with_parent()\n"
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)"
+    )
+    planner = (
+        "import sys\nfrom pathlib import Path\nfrom octavo.pipelines.trial_process import run_group\n"
+        f"run_group([[sys.executable, '-c', {rank!r}]], Path({str(tmp_path)!r}), 600)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", planner])
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.kill()
+    process.wait()
+    pid = int((tmp_path / "pid").read_text())
+    for _ in range(300):
+        if not alive(pid):
+            break
+        time.sleep(0.1)
+    assert not alive(pid)
 
 
 def test_a_crashed_candidate_leaves_the_next_one_clean(tmp_path):
