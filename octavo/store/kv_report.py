@@ -62,7 +62,7 @@ class KVCacheReport(Report):
     kept_kl: float | None = None
     kept_kl_se: float | None = None
     attribution_tokens: int = 0
-    layers: list[KVLayer] = pydantic.Field(default_factory=list)
+    layers: list[KVLayer] = pydantic.Field(min_length=1)
 
     @classmethod
     def load(cls, path: Path, checkpoint: Checkpoint) -> Self:

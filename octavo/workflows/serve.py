@@ -25,6 +25,7 @@ from octavo.formats.granularity import PerBlock
 from octavo.formats.scale import is_power_of_two
 from octavo.store.adapter import Adapter
 from octavo.store.kv_report import KVCacheReport
+from octavo.store.kv_scales import stored_kv_scales
 from octavo.store.schema import StoredScheme, parse_quantization_config, stored_scale_name
 from octavo.store.tensors import Checkpoint
 
@@ -206,7 +207,7 @@ def _kv_cache(plan: _Plan) -> None:
         raise ConfigError("kv_report", got=got, fix="Leave one of them out.")
     if plan.config.kv_report is not None:
         report = KVCacheReport.load(plan.config.kv_report, plan.checkpoint)
-        refusal = _why_16_bit(plan.caps, report, scales)
+        refusal = _why_16_bit(plan.caps, report, plan.checkpoint)
         plan.notes.append(f"KV cache in {'16 bit' if refusal else 'FP8'}: {refusal or report.reason}.")
         fp8 = "fp8_per_token_head" if report.scale == "token-head" else "fp8"
         dtype, keep = (_sixteen_bit(plan), []) if refusal else (fp8, report.keep_layers)
@@ -234,7 +235,7 @@ def _sixteen_bit(plan: _Plan) -> Literal["bfloat16", "float16"]:
     return "float16" if plan.caps.is_cuda and plan.caps.sm < (8, 0) else "bfloat16"
 
 
-def _why_16_bit(caps: HardwareCaps, report: KVCacheReport, scales: bool) -> str:
+def _why_16_bit(caps: HardwareCaps, report: KVCacheReport, checkpoint: Checkpoint) -> str:
     """Why a report does not allow an FP8 cache here; empty if it does."""
     if report.verdict == "not-safe":
         return report.reason
@@ -242,9 +243,14 @@ def _why_16_bit(caps: HardwareCaps, report: KVCacheReport, scales: bool) -> str:
         return f"{caps.tag} has no FP8 units"
     if report.scale == "token-head" and not caps.is_cuda:
         return "vLLM on a CPU has no scale per token and head"
-    if report.scale != "token-head" and scales != (report.scale == "calibrated"):
-        return "the report was measured with other scales than the checkpoint holds"
-    if report.scale != "token-head" and report.query == "16bit" and caps.is_cuda:
+    if report.scale == "token-head":
+        return ""
+    for layer in report.layers:
+        stored = stored_kv_scales(checkpoint, layer.name) or (1.0, 1.0)  # 1.0: what engines then use
+        measured = layer.k_scale or 0.0, layer.v_scale or 0.0
+        if not all(math.isclose(x, y, rel_tol=1e-6) for x, y in zip(stored, measured, strict=True)):
+            return f"the report was measured with other scales than the checkpoint holds for {layer.name}"
+    if report.query == "16bit" and caps.is_cuda:
         return "the report leaves queries in 16 bit, and kernels on this GPU round them"
     return ""
 

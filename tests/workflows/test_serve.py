@@ -98,7 +98,8 @@ def test_block_where_it_is_slower(checkpoint, gpu, word):
 
 
 DECLARED = {**CHANNEL, "kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False}}
-SCALES = {"model.layers.0.self_attn.k_scale": torch.ones(1), "model.layers.0.self_attn.v_scale": torch.ones(1)}
+SCALES = {f"model.layers.0.self_attn.{letter}_scale": torch.full((1,), 0.5) for letter in "kv"}
+OTHERS = {name: scale / 2 for name, scale in SCALES.items()}
 
 
 @pytest.mark.parametrize("scales", [{}, SCALES], ids=["without scales", "with scales"])
@@ -113,7 +114,9 @@ def kv_report(folder, **changes):
     """A report of eval on this folder, beside it."""
     values = {"scale": "calibrated", "query": "fp8", "tokens": 2, "windows": 1, "rise_percent": 0.1, "kl": 0.001}
     values |= {"rise_percent_se": None, "kl_se": None, "kl_p99": 0.01, "greedy_changed": 0, "greedy_changed_se": None}
-    values |= {"clipped": 0, "limit": 0.01, "verdict": "safe", "reason": "small enough", **changes}
+    scale = {"one": 1.0, "calibrated": 0.5, "token-head": None}[changes.get("scale", "calibrated")]
+    layer = {"layer": 0, "name": "model.layers.0.self_attn", "k_scale": scale, "v_scale": scale, "clipped": 0}
+    values |= {"clipped": 0, "limit": 0.01, "verdict": "safe", "reason": "small enough", "layers": [layer], **changes}
     path = folder.parent / "kv.json"
     path.write_text(json.dumps({"kv_cache": {"model_fingerprint": fingerprint(folder), **values}}))
     return path
@@ -134,6 +137,7 @@ def kv_report(folder, **changes):
         ("h100", SCALES, {"verdict": "not-safe", "reason": "KL 0.3"}, ["bfloat16"]),
         ("h100", SCALES, {"scale": "one"}, ["bfloat16"]),
         ("h100", {}, {"scale": "calibrated"}, ["bfloat16"]),
+        ("h100", OTHERS, {}, ["bfloat16"]),
         ("h100", SCALES, {"query": "16bit"}, ["bfloat16"]),
         ("a100", SCALES, {}, ["bfloat16"]),
         ("sm75", SCALES, {}, ["float16"]),
