@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama import modeling_llama
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -42,6 +43,7 @@ from octavo.workflows.planner.tables import GIB, Gpu, Machine, gpu_named
 from octavo.workflows.planner.timing import step_time
 
 STEPS = 3  # timed ones, after one that warms up and makes the optimizer's state
+RESTORE: list[Callable[[], None]] = []  # what the end of a case puts back
 TINY = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 2, "num_attention_heads": 4}
 TINY |= {"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 2048}
 
@@ -92,7 +94,9 @@ def build(case: Case, config: dict[str, Any], device: str) -> nn.Module:
     if case.liger:
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 
+        rotary = modeling_llama.apply_rotary_pos_emb
         apply_liger_kernel_to_llama(model=model)
+        RESTORE.append(lambda: setattr(modeling_llama, "apply_rotary_pos_emb", rotary))  # Liger replaces it for all
     if case.method == "full":
         if case.precision == "fp8":
             for name, module in list(model.model.layers.named_modules()):
@@ -154,7 +158,9 @@ def measure(case: Case, device: str, gpu: Gpu | None, tiny: bool) -> dict[str, A
     clean(device)
     started = time.monotonic()
     try:
-        row["measured_s"] = steps(build(case, config, device), case, config["vocab_size"], context, device)
+        model = build(case, config, device)
+        clean(device)  # building takes more for a moment: its peak does not count
+        row["measured_s"] = steps(model, case, config["vocab_size"], context, device)
         row["outcome"] = "ok"
     except ImportError as error:
         return row | {"outcome": f"skipped: {error}"}
@@ -162,6 +168,9 @@ def measure(case: Case, device: str, gpu: Gpu | None, tiny: bool) -> dict[str, A
         if not out_of_memory(f"{type(error).__name__}: {error}"):
             raise
         return row | {"outcome": "out of memory"}
+    finally:
+        while RESTORE:
+            RESTORE.pop()()
     if device != "cpu":  # the allocator of a CPU says nothing about peaks
         row["measured_gib"] = torch.cuda.max_memory_reserved() / GIB
         row["memory_error"] = row["predicted_gib"] / row["measured_gib"] - 1
