@@ -40,6 +40,7 @@ CHOICES = {
     "16 bit for a CPU": (decoder, "vllm:cpu", 1, ("quantize", "channel", "ct", "fp32")),
     "16 bit for Transformers": (decoder, "transformers:sm90", 1, ("quantize", "block128", "native", "fp32")),
     "blocks that do not split": (decoder, "vllm:sm120", 2, ("quantize", "channel", "ct", "fp32")),
+    "mostly ragged blocks": (lambda: decoder(inter=320), "vllm:sm120", 1, ("quantize", "channel", "ct", "fp32")),
     "blocks already right": (lambda: fp8(), "sglang:h100", 1, ("relayout", "block128", "native", "as stored")),
     "po2 blocks already": (
         lambda: quantize(decoder("qwen3"), "block", po2=True),

@@ -35,6 +35,7 @@ class Option:
     """One way to write the model. recipe None: keep codes and scales, change names at most.
 
     lossless: the engine will compute with the numbers that are stored now. share: of the linears' values in FP8.
+    blocks: of those, the share with block scales.
     """
 
     scheme: str
@@ -44,7 +45,7 @@ class Option:
     judgement: Judgement
     lossless: bool
     share: float
-    blocks: bool
+    blocks: float
 
     @property
     def name(self) -> str:
@@ -66,16 +67,19 @@ class Option:
     @property
     def rounds(self) -> bool:
         """Whether a kernel of this option makes powers of two of its block scales."""
-        return self.blocks and any(k.endswith("block") and rounds_scales(v) for k, v in self.judgement.kernels.items())
+        return self.blocks > 0 and any(
+            k.endswith("block") and rounds_scales(v) for k, v in self.judgement.kernels.items()
+        )
 
     def rank(self, stored: str) -> tuple[float, ...]:
         """Smaller is better: loads, multiplies in FP8, loses nothing, leaves little in 16 bit, suits the kernel."""
         mode = MODES.index(self.mode) if self.mode in MODES else len(MODES)
         exact = 0 if self.lossless else 1
-        suits = (self.scheme == "block128") == (self.mode == "w8a8")
+        # Where most of it cannot be blocks, one kernel for all is worth more than finer scales for some.
+        unfit = 2 if 0 < self.blocks < 0.5 else int((self.blocks > 0) != (self.mode == "w8a8"))
         moved = self.layout != stored if stored in schema.LAYOUTS else self.layout != "ct"
         late = self.recipe is None and self.rounds and not self.lossless  # the engine rounds what could be stored so
-        return VERDICTS.index(verdict(self.findings)), mode, exact, -round(self.share, 2), not suits, late, moved
+        return VERDICTS.index(verdict(self.findings)), mode, exact, -round(self.share, 2), unfit, late, moved
 
 
 def choose(source: Checkpoint, target: Target) -> tuple[Option, dict[str, str]]:
@@ -149,8 +153,8 @@ def _judged(
     linear = {m: a.rule for m, a in assignments.items() if a.role in ("linear", "expert")}
     sizes = {module: prod(shapes[module]) for module in linear}
     fp8 = sum(size for m, size in sizes.items() if linear[m] is not None)
-    blocks = any(rule is not None and isinstance(rule.granularity, PerBlock) for rule in linear.values())
-    share = fp8 / max(sum(sizes.values()), 1)
+    in_blocks = sum(size for m, size in sizes.items() if (r := linear[m]) and isinstance(r.granularity, PerBlock))
+    share, blocks = fp8 / max(sum(sizes.values()), 1), in_blocks / max(fp8, 1)
     return Option(scheme, layout, recipe, findings, judgement, recipe is None, share, blocks)
 
 
@@ -170,14 +174,18 @@ def _why_not(option: Option, best: Option, stored: str) -> str:
         return option.problem
     ours, theirs = option.rank(stored), best.rank(stored)
     first = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), -1)
-    suited = "follows outliers, and the kernel takes it at full speed" if best.blocks else "is what decoding needs"
+    suited = f"{best.scheme} is what decoding needs"
+    if best.blocks:
+        suited = f"{best.scheme} follows outliers, and the kernel takes it at full speed"
+    elif option.blocks:
+        suited = f"only {option.blocks:.0%} of the values lie in whole blocks"
     stays = "is what the model has" if stored == best.layout else "is read by more engines"
     return {
         0: option.problem,
         1: f"{option.judgement.kernel}, {option.mode}, against {best.judgement.kernel}, {best.mode}",
         2: "its codes would have to be rounded once more",
         3: f"{option.share:.0%} of the linears in FP8, against {best.share:.0%}",
-        4: f"{best.scheme} {suited}",
+        4: suited,
         5: "the engine would round scales and codes each time it loads",
         6: f"{best.layout} {stays}",
     }.get(first, "equally good")
