@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from octavo.ops.matmul import scaled_mm as scaled_mm
     from octavo.ops.quantize import dequantize as dequantize
     from octavo.ops.quantize import quantize as quantize
+    from octavo.store.snapshot.snapshots import Snapshots as Snapshots
+    from octavo.store.snapshot.state import TrainingState as TrainingState
     from octavo.workflows.calibrate import calibrate as calibrate
     from octavo.workflows.evaluate import evaluate as evaluate
     from octavo.workflows.export import export as export
@@ -55,6 +57,8 @@ _HOME = {
     "FrozenFloat8Linear": "octavo.modules.frozen",
     "Float8Linear": "octavo.modules.linear",
     "convert": "octavo.modules.convert",
+    "Snapshots": "octavo.store.snapshot.snapshots",
+    "TrainingState": "octavo.store.snapshot.state",
     "calibrate": "octavo.workflows.calibrate",
     "evaluate": "octavo.workflows.evaluate",
     "export": "octavo.workflows.export",

@@ -8,13 +8,16 @@ OctavoError                     anything Octavo says no to
 │   ├── MismatchError    2      two things that do not belong together: scales.json of another model
 │   └── ShapeError       2      a tensor whose shape does not fit
 ├── RefusedError         1      a check says no: the result would be wrong
-└── UnsupportedError     3      this machine cannot: no such backend, GPU or package
+├── UnsupportedError     3      this machine cannot: no such backend, GPU or package
+└── PreemptedError      75      asked to stop: what was done is saved, run it again to go on
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+
+PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: try again later
 
 
 class OctavoError(Exception):
@@ -76,6 +79,11 @@ class RefusedError(OctavoError):
 class UnsupportedError(OctavoError):
     exit_code = 3
     code = "unsupported"
+
+
+class PreemptedError(OctavoError):
+    exit_code = PREEMPTED
+    code = "preempted"
 
 
 def require_type(what: str, value: object, *kinds: type) -> None:

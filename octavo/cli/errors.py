@@ -1,7 +1,7 @@
 """From an exception to one clear error: what, got, need, next. No traceback for a user's mistake.
 
-Exit codes: 0 done, 1 a check says no, 2 bad usage or bad input, 3 this machine cannot, 70 a bug, 130 interrupted,
-141 nobody reads the output any more.
+Exit codes: 0 done, 1 a check says no, 2 bad usage or bad input, 3 this machine cannot, 70 a bug, 75 asked to stop and
+saved, 130 interrupted, 141 nobody reads the output any more.
 """
 
 from __future__ import annotations

@@ -62,11 +62,15 @@ def finetune(
     ] = None,
     seed: Annotated[int | None, option("Of adapters and order.", 0)] = None,
     report_to: Annotated[list[str] | None, option("tensorboard, wandb, trackio.", None, "NAME")] = None,
-    resume: Annotated[
-        bool | None, option("Continue from the last snapshot.", False, None, "--resume/--no-resume")
-    ] = None,
+    resume: Annotated[str | None, option("auto continues what is there.", "never", "never|auto|must")] = None,
     save_every: Annotated[int | None, option("Steps between snapshots, 0: none.", 50)] = None,
+    adapter_only_every: Annotated[int | None, option("Steps between saves of the adapter alone.", 0)] = None,
     keep: Annotated[int | None, option("Snapshots that stay.", 2)] = None,
+    keep_every: Annotated[int | None, option("Those at multiples stay too, 0: none.", 0)] = None,
+    keep_best: Annotated[bool | None, option("The best stays.", False, None, "--keep-best/--no-keep-best")] = None,
+    snapshot_url: Annotated[str | None, option("Copy snapshots to object storage.", None, "s3://...")] = None,
+    grace: Annotated[float | None, option("Seconds for the last snapshot when asked to stop.", 60.0)] = None,
+    spot: Annotated[bool | None, option("Watch for EC2's spot notice.", False, None, "--spot/--no-spot")] = None,
     eval_every: Annotated[int | None, option("Steps between evaluations, 0: none.", 0)] = None,
     eval_tokens: Annotated[int | None, option("Held-out tokens.", 12288)] = None,
     device: Device = None,

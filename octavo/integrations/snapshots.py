@@ -1,67 +1,180 @@
-"""Training state on disk without pickle: adapter, optimizer, schedule, random states; one folder per step.
+"""Snapshots in Hugging Face's Trainer and TRL, in place of the Trainer's own saving.
 
-    adapter_model.safetensors, adapter_config.json   as PEFT writes them
-    optimizer.safetensors                            moments, named INDEX.NAME
-    training.json                                    optimizer groups, schedule, random states of Python and NumPy
-    random.safetensors                               random states of torch, byte for byte
-    trainer_state.json                               the Trainer's own counters
+    snapshots = SnapshotCallback("run/snapshots", every=100)
+    trainer = SFTTrainer(..., args=SFTConfig(..., save_strategy="no"), callbacks=[snapshots])
+    trainer.train(resume_from_checkpoint=snapshots.resume(trainer))
+    snapshots.close()
 
-The Trainer reads its counters and the adapter from there; the rest is read back here.
+A snapshot of step N is taken when step N+1 begins: what evaluation and the data loader draw from the random states in
+between is then part of it, and the copy runs under the forward and backward of that step.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import random
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from peft import PeftModel, get_peft_model_state_dict
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from octavo.base.errors import CheckpointError, MismatchError
-from octavo.base.report import UNREADABLE, read_json
-from octavo.store.run import RunFolder, whole_folder
+from octavo.base.errors import ConfigError
+from octavo.store.manifest import fingerprint_of
+from octavo.store.snapshot.session import Resume
+from octavo.store.snapshot.shards import address
+from octavo.store.snapshot.snapshots import Snapshots
+from octavo.store.snapshot.state import Stateful, TrainingState
 
-OPTIMIZER, RANDOM, TRAINING, COUNTERS = (
-    "optimizer.safetensors",
-    "random.safetensors",
-    "training.json",
-    "trainer_state.json",
+COUNTERS = "trainer_state.json"
+HISTORY = 1000  # entries of the Trainer's log that a snapshot takes along
+# What shapes the result of a Trainer; a resume with others is refused.
+SETTINGS = (
+    *("learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm", "label_smoothing_factor"),
+    *("optim", "adam_beta1", "adam_beta2", "adam_epsilon", "bf16", "fp16", "seed", "data_seed"),
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "packing"),
+    *("completion_only_loss", "assistant_only_loss", "loss_type", "beta"),  # of TRL
 )
 
 
-class Snapshots(TrainerCallback):  # type: ignore[misc]
-    """Save every `every` steps (0: never) and keep the last `keep`; `resume`: a snapshot folder to continue from."""
+class SnapshotCallback(TrainerCallback):  # type: ignore[misc]
+    """Snapshots of a Trainer. options: every, keep_last, remote and so on, as octavo.Snapshots takes them.
 
-    def __init__(self, run: RunFolder, every: int, keep: int, resume: Path | None = None) -> None:
-        self.run, self.every, self.keep, self.resume = run, every, keep, resume
-        self._rng_pending = resume is not None
+    extra: name -> object with a state_dict of JSON values, such as a stability guard. best: the metric of evaluations
+    whose best snapshot stays, such as `eval_loss`.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        *,
+        extra: Mapping[str, Stateful] | None = None,
+        best: str | None = None,
+        greater_is_better: bool = False,
+        **options: Any,
+    ) -> None:
+        self.snapshots = Snapshots(folder, **options)
+        self.extra, self.best, self.greater_is_better = dict(extra or {}), best, greater_is_better
+        self._derive_settings = "settings" not in options
+        self._scaler = self._attached = self._closed = False
+        self._first: int | None = None
+        self._metric: tuple[int, float] | None = None
+
+    def resume(self, trainer: Trainer, resume: Resume = "auto") -> str | None:
+        """What to give as resume_from_checkpoint: the snapshot to continue from, or None. See octavo.Snapshots.find.
+
+        The Trainer takes its counters from there and skips the data; weights, optimizer, schedule and random states
+        are put back by this callback, once the model is wrapped and sharded.
+        """
+        scaler = getattr(trainer.accelerator, "scaler", None)
+        if scaler is not None:
+            self.extra["scaler"] = scaler
+        self._scaler = True
+        step = self.snapshots.find(resume)
+        trainer._load_from_checkpoint = lambda *args, **kwargs: None
+        return None if step is None else str(self._folder().at(step))
+
+    def note_metric(self, step: int, value: float) -> None:
+        """The metric after `step` steps, for the best snapshot."""
+        self._metric = step, value
+
+    def close(self) -> None:
+        """Wait for the last snapshot. Ends the process with 1 if it failed; called after training, once."""
+        if self._attached and not self._closed:
+            self._closed = True
+            self.snapshots.close(finished=True)
+
+    def abandon(self) -> None:
+        """After an exception: what is in flight is finished, nothing is raised."""
+        if self._attached and not self._closed:
+            self._closed = True
+            self.snapshots.abandon()
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
     ) -> None:
-        if self.resume is not None:
-            load_training(self.resume, parts["optimizer"], parts["lr_scheduler"])
+        if args.save_strategy != "no":
+            fix = 'Set save_strategy="no": this callback saves.'
+            raise ConfigError("the Trainer would save checkpoints of its own", got=str(args.save_strategy), fix=fix)
+        if args.fp16 and not self._scaler:
+            raise ConfigError("fp16 has a loss scale to save", fix="Call resume(trainer) before train.")
+        model: nn.Module = parts["model"]
+        snapshots = self.snapshots
+        if snapshots.session is None:
+            snapshots.find("never")
+        if self._derive_settings:
+            snapshots.settings = {name: plain(getattr(args, name, None)) for name in SETTINGS}
+        snapshots.base = snapshots.base or frozen_fingerprint(model)
+        training = TrainingState(model, parts["optimizer"], parts["lr_scheduler"], self.extra, adapter_names)
+        config = adapter_config(model)
+        snapshots.attach(training, lambda: {COUNTERS: counters(state), **config})
+        self._attached, self._first = True, state.global_step
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
     ) -> None:
-        if self._rng_pending and self.resume is not None:
-            # After the data loader was fast-forwarded, which draws random numbers too.
-            load_random(self.resume)
-            self._rng_pending = False
+        if self._first == state.global_step:
+            self.snapshots.restore_random()  # after the data loader was wound forward, which draws numbers too
+        elif self._done(state.global_step):
+            self._closed = True
+            self.snapshots.close()
+        self._first = None
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any) -> None:
-        if self.every and state.global_step % self.every == 0 and state.is_world_process_zero:
-            with whole_folder(self.run.snapshot(state.global_step)) as folder:
-                save_adapter(parts["model"], folder)
-                save_training(folder, parts["optimizer"], parts["lr_scheduler"])
-                state.save_to_json(str(folder / COUNTERS))
-            self.run.prune(self.keep)
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any) -> None:
+        if state.global_step != self._first:
+            self._done(state.global_step)
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any) -> None:
+        metrics = parts.get("metrics") or {}
+        if self.best is not None and self.best in metrics:
+            self.note_metric(state.global_step, float(metrics[self.best]))
+
+    def _done(self, step: int) -> bool:
+        stopped = self.snapshots.step_done(step)
+        if self._metric is not None:
+            self.snapshots.note_metric(*self._metric, greater_is_better=self.greater_is_better)
+            self._metric = None
+        return stopped
+
+    def _folder(self) -> Any:
+        assert self.snapshots.session is not None
+        return self.snapshots.session.folder
+
+
+def counters(state: TrainerState) -> str:
+    """trainer_state.json, as the Trainer reads it, with the end of its log alone."""
+    values = dataclasses.asdict(state)
+    values["log_history"] = values["log_history"][-HISTORY:]
+    return json.dumps(values)
+
+
+def adapter_names(model: nn.Module) -> dict[str, str]:
+    """Parameter -> the name under which PEFT keeps it in adapter_model.safetensors."""
+    if not isinstance(model, PeftModel):
+        return {}
+    names = {
+        address(value): name for name, value in get_peft_model_state_dict(model, save_embedding_layers=False).items()
+    }
+    return {name: names[address(p)] for name, p in model.named_parameters() if p.requires_grad and address(p) in names}
+
+
+def adapter_config(model: nn.Module) -> dict[str, str]:
+    """adapter_config.json, so that PEFT reads a snapshot as an adapter; nothing for other models."""
+    if not isinstance(model, PeftModel):
+        return {}
+    with tempfile.TemporaryDirectory() as folder:
+        save_adapter(model, Path(folder))
+        text = (Path(folder) / "adapter_config.json").read_text(encoding="utf-8")
+    return {"adapter_config.json": json.dumps(json.loads(text))}  # plain ASCII
+
+
+def frozen_fingerprint(model: nn.Module) -> str:
+    """Who the frozen base is, by names, shapes and a sample of its bytes; empty where all is trained."""
+    frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+    return fingerprint_of((name, p) for name, p in frozen if address(p)) if frozen else ""
 
 
 def save_adapter(model: Any, folder: Path) -> None:
@@ -70,74 +183,7 @@ def save_adapter(model: Any, folder: Path) -> None:
     (folder / "README.md").unlink(missing_ok=True)  # a model card to fill in, of no use here
 
 
-def save_training(folder: Path, optimizer: Any, scheduler: Any) -> None:
-    """optimizer: torch's, or accelerate's around it; scheduler: a LambdaLR or any with a JSON state."""
-    state = optimizer.state_dict()
-    moments = {
-        f"{index}.{name}": value.detach().cpu().contiguous()
-        for index, entry in state["state"].items()
-        for name, value in entry.items()
-    }
-    save_file(moments, folder / OPTIMIZER)
-    save_file({name: value.contiguous() for name, value in torch_random().items()}, folder / RANDOM)
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    training = {
-        "optimizer_groups": state["param_groups"],
-        "scheduler": scheduler.state_dict(),
-        "python_random": random.getstate(),
-        "numpy_random": [kind, [int(key) for key in keys], position, has_gauss, cached],
-    }
-    (folder / TRAINING).write_text(json.dumps(training))
-
-
-def load_training(folder: Path, optimizer: Any, scheduler: Any) -> None:
-    """MismatchError unless the optimizer has the parameters the snapshot was taken from."""
-    training, moments = _read_training(folder), _read_tensors(folder / OPTIMIZER)
-    state: dict[int, dict[str, torch.Tensor]] = {}
-    for key, value in moments.items():
-        index, _, name = key.partition(".")
-        state.setdefault(int(index), {})[name] = value
-    try:
-        optimizer.load_state_dict({"state": state, "param_groups": training["optimizer_groups"]})
-    except ValueError as error:
-        raise MismatchError(
-            f"snapshot {folder} is of another optimizer", got=str(error), fix="Resume with the settings of the run."
-        ) from None
-    scheduler.load_state_dict(training["scheduler"])
-
-
-def torch_random() -> dict[str, torch.Tensor]:
-    """The random states of torch, uint8: `cpu`, and `cuda.N` of every GPU."""
-    found = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        found.update({f"cuda.{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())})
-    return found
-
-
-def load_random(folder: Path) -> None:
-    """Put every random state back; a GPU that is not here any more is left out."""
-    training, tensors = _read_training(folder), _read_tensors(folder / RANDOM)
-    version, words, gauss = training["python_random"]
-    random.setstate((version, tuple(words), gauss))
-    kind, keys, position, has_gauss, cached = training["numpy_random"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(tensors["cpu"])
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        if f"cuda.{index}" in tensors:
-            torch.cuda.set_rng_state(tensors[f"cuda.{index}"], index)
-
-
-def _read_training(folder: Path) -> dict[str, Any]:
-    try:
-        values: dict[str, Any] = read_json(folder / TRAINING)
-        return values
-    except UNREADABLE as error:
-        raise CheckpointError(f"snapshot {folder} is not readable", got=str(error), fix="Use an earlier one.") from None
-
-
-def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    try:
-        tensors: dict[str, torch.Tensor] = load_file(path)
-        return tensors
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} is not readable", got=str(error), fix="Use an earlier snapshot.") from None
+def plain(value: Any) -> Any:
+    """An argument of the Trainer as a JSON value."""
+    value = getattr(value, "value", value)
+    return value if isinstance(value, (str, int, float, bool, list, type(None))) else str(value)

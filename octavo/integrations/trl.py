@@ -30,8 +30,9 @@ from trl import SFTConfig, SFTTrainer
 from octavo.base.errors import ConfigError, DataError, RefusedError, UnsupportedError, did_you_mean
 from octavo.base.log import Advance
 from octavo.integrations.data import TextData
-from octavo.integrations.snapshots import Snapshots
+from octavo.integrations.snapshots import SnapshotCallback
 from octavo.store.run import RunFolder
+from octavo.store.snapshot.session import Resume
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
         self.micro_losses: list[torch.Tensor] = []
         self.losses: list[float] = []
         self._started = time.monotonic()
+        self.note_metric: Callable[[int, float], None] = lambda step, value: None
         self.report_to(lambda amount: None, None, 0)
 
     def report_to(self, advance: Advance, evaluate: Callable[[], float] | None, every: int) -> None:
@@ -161,7 +163,9 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
         )
         self.advance(1)
         if self.evaluate and self.every and state.global_step % self.every == 0:
-            self.write(step=state.global_step, held_out_perplexity=self.evaluate())
+            perplexity = self.evaluate()
+            self.write(step=state.global_step, held_out_perplexity=perplexity)
+            self.note_metric(state.global_step, perplexity)
             self._started = time.monotonic()
 
 
@@ -187,7 +191,7 @@ def build_trainer(
     options: SftOptions,
     run: RunFolder,
     recorder: Recorder,
-    snapshots: Snapshots,
+    snapshots: SnapshotCallback,
 ) -> Trainer:
     """A trainer ready to run on a PeftModel. DataError if the data makes no sample."""
     if data.kind == "messages" and not tokenizer.chat_template:
@@ -244,13 +248,21 @@ def _arguments(options: SftOptions, run: RunFolder, on_cpu: bool) -> SFTConfig:
     )
 
 
-def train(trainer: Trainer, resume: Path | None) -> int:
-    """Run to the end, from a snapshot if given. Returns the number of the last step."""
-    if resume is not None:
-        trainer.recorder.keep_until(_step_of(resume))
-    with quiet():
-        trainer.train(resume_from_checkpoint=str(resume) if resume else None)
-    return int(trainer.state.global_step)
+def train(trainer: Trainer, snapshots: SnapshotCallback, resume: Resume) -> tuple[int, int | None]:
+    """Run to the end. Returns the number of the last step, and that of the snapshot it continued from."""
+    folder = snapshots.resume(trainer, resume)
+    began = None if folder is None else _step_of(Path(folder))
+    if began is not None:
+        trainer.recorder.keep_until(began)
+    if snapshots.best is not None:
+        trainer.recorder.note_metric = snapshots.note_metric
+    try:
+        with quiet():
+            trainer.train(resume_from_checkpoint=folder)
+    except BaseException:
+        snapshots.abandon()
+        raise
+    return int(trainer.state.global_step), began
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -72,9 +72,11 @@ def read_header(path: Path, file: str) -> tuple[dict[str, TensorInfo], list[Prob
     return tensors, problems + _check_extent(file, tensors, header.start, header.size, complete=not problems)
 
 
-def header_bytes(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
+def header_bytes(
+    tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, dict[str, int]]:
     """A header for tensors laid out in this order, padded to 8 bytes, and each one's first byte in the file."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     offsets, end = {}, 0
     for name, dtype, shape in tensors:
         begin, end = end, end + prod(shape) * dtype.itemsize

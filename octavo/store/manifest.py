@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import platform
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Self
 
 import pydantic
+import torch
 
 from octavo.base.errors import CheckpointError
 from octavo.base.hardware import caps_of
@@ -16,7 +18,6 @@ from octavo.base.report import Report
 from octavo.formats.recipe import Recipe
 from octavo.store.header import NAMES
 from octavo.store.tensors import Checkpoint
-from octavo.store.writer import memory_of
 
 MANIFEST = "octavo_manifest.json"
 PACKAGES = ("octavo", "torch", "safetensors", "transformers", "compressed-tensors", "peft", "trl")
@@ -29,15 +30,19 @@ def fingerprint(model: Path | str | Checkpoint) -> str:
     It does not depend on how tensors are spread over shards, nor on config.json. Reads 512 bytes a tensor.
     """
     checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model)
+    return fingerprint_of((name, checkpoint.get(name)) for name in sorted(checkpoint.names()))
+
+
+def fingerprint_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """The same over tensors in memory, of any device, in the order given."""
     digest = hashlib.sha256()
-    for name in sorted(checkpoint.names()):
-        info = checkpoint.info(name)
-        digest.update(f"{name}\0{NAMES[info.dtype]}\0{list(info.shape)}\0".encode())
-        data = memory_of(checkpoint.get(name))
+    for name, tensor in tensors:
+        digest.update(f"{name}\0{NAMES[tensor.dtype]}\0{list(tensor.shape)}\0".encode())
+        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0)
         last = max(len(data) - WINDOW, 0)
         for step in range(WINDOWS if last else 1):
             start = last * step // (WINDOWS - 1)
-            digest.update(data[start : start + WINDOW])
+            digest.update(data[start : start + WINDOW].cpu().numpy().data)
     return f"sha256:{digest.hexdigest()}"
 
 

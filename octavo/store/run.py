@@ -4,7 +4,7 @@
     adapter/       the trained adapter               snapshots/     step-N/, enough to continue
     metrics.jsonl  one line per step                 report.json, manifest.json, scales.json
 
-adapter/ and every snapshot appear by one rename: a run killed at any moment has either none or a whole one.
+adapter/ and every snapshot (store/snapshot) appear by one rename: a killed run has none or a whole one.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from octavo.base.report import atomic_write, read_yaml, sync_folder
 from octavo.store.folder import output_error
 from octavo.store.manifest import Manifest
 from octavo.store.policy import POLICY, Policy
-
-_STEP = re.compile(r"step-(\d+)")
+from octavo.store.snapshot.folder import SnapshotFolder
 
 
 @dataclass(frozen=True)
@@ -70,20 +69,10 @@ class RunFolder:
 
     def steps(self) -> list[int]:
         """The steps of the snapshots that are whole, ascending."""
-        if not self.snapshots.is_dir():
-            return []
-        found = (_STEP.fullmatch(child.name) for child in self.snapshots.iterdir() if child.is_dir())
-        return sorted(int(match[1]) for match in found if match)
+        return SnapshotFolder(self.snapshots).steps()
 
     def snapshot(self, step: int) -> Path:
-        return self.snapshots / f"step-{step}"
-
-    def prune(self, keep: int) -> None:
-        """Delete all but the last `keep` snapshots, and what a killed run left of others."""
-        for step in self.steps()[:-keep]:
-            _remove(self.snapshot(step))
-        for rest in self.snapshots.glob(".*.tmp"):
-            shutil.rmtree(rest)
+        return SnapshotFolder(self.snapshots).at(step)
 
     def require_finished(self) -> None:
         """CheckpointError unless this is a run that trained to its end."""
@@ -98,18 +87,13 @@ class RunFolder:
             steps = self.steps()
             have = f"snapshots up to step {steps[-1]}" if steps else "no snapshot"
             raise CheckpointError(
-                f"run {self.path} has no adapter: it did not finish", got=have, fix="Continue it with --resume."
+                f"run {self.path} has no adapter: it did not finish", got=have, fix="Continue it with --resume auto."
             )
 
-    def resume_point(self, settings: Mapping[str, Any], free: Set[str]) -> Path | None:
-        """The snapshot to continue from, or None if there is none yet.
-
-        settings: as `write_config` takes them, of the run to come. MismatchError where one outside `free` differs from
-        those the run began with: it would silently give another result.
+    def require_settings(self, settings: Mapping[str, Any], free: Set[str]) -> None:
+        """settings: as `write_config` takes them, of the run to come. MismatchError where one outside `free` differs
+        from those the run began with: it would silently give another result.
         """
-        steps = self.steps()
-        if not self.config.is_file() or not steps:
-            return None
         began = self.read_config()
         for name in sorted({*began, *settings} - free):
             if began.get(name) != settings.get(name):
@@ -119,7 +103,6 @@ class RunFolder:
                     need=repr(began.get(name)),
                     fix="Resume with the settings of the run, or start a new one.",
                 )
-        return self.snapshot(steps[-1])
 
     def require_model(self, source: str) -> None:
         """MismatchError unless the run was trained on the model of this fingerprint."""
@@ -166,6 +149,13 @@ class RunFolder:
 
     def read_policy(self) -> Policy:
         return Policy.read(self.policy)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a snapshot takes along: the precision policy as it is at that step."""
+        return self.read_policy().model_dump(mode="json")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.write_policy(Policy.model_validate(state))
 
 
 @contextmanager

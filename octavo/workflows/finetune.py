@@ -16,7 +16,7 @@ from typing import Any, Literal
 import pydantic
 import torch
 
-from octavo.base.errors import ConfigError, UnsupportedError, require_type
+from octavo.base.errors import CheckpointError, ConfigError, UnsupportedError, require_type
 from octavo.base.log import logger, progress
 from octavo.base.packages import pip_line, version_of
 from octavo.base.report import Config, Report
@@ -30,12 +30,13 @@ from octavo.store.manifest import Manifest, fingerprint
 from octavo.store.policy import Policy, PolicyEntry
 from octavo.store.run import RunFolder, whole_folder
 from octavo.store.scales import Scales
+from octavo.store.snapshot.signals import AWS
 from octavo.store.tensors import Checkpoint
 
 EVAL_CONTEXT = 512  # as octavo eval has it, so that the figures compare
 RESUME_MAY_CHANGE = frozenset(
-    {"resume", "out", "max_steps", "epochs", "save_every", "keep", "report_to", "device"}
-    | {"eval_every", "eval_tokens", "eval_data"}
+    {"resume", "out", "max_steps", "epochs", "report_to", "device", "eval_every", "eval_tokens", "eval_data"}
+    | {"save_every", "adapter_only_every", "keep", "keep_every", "keep_best", "snapshot_url", "grace", "spot"}
 )
 TINY_BATCH = 4096  # tokens an optimizer step sees; below it the gradient is mostly noise of the few samples
 
@@ -66,8 +67,11 @@ class FinetuneConfig(Config):
     rank, alpha, dropout, rslora, target_modules: of LoRA. warmup: steps, or a share of them if below 1.
     max_steps: instead of epochs. packing: cut samples of exactly `context` tokens from the joined text (default for
     texts). completion_only: count the loss on answers only (default where the data says prompt and completion).
-    gradient_checkpointing: default on GPUs. resume: continue from the last snapshot in `out`.
-    save_every, eval_every: steps, 0 for never. keep: snapshots that stay.
+    gradient_checkpointing: default on GPUs. resume: `auto` continues `out` where it has something to continue, `must`
+    insists, `never` wants a new folder. save_every, adapter_only_every, eval_every: steps, 0 for never; of adapter-only
+    snapshots those since the last full one stay. keep, keep_every, keep_best: full snapshots that stay: the last, those
+    at multiples, the one with the best held-out perplexity. snapshot_url: object storage to copy them to. grace:
+    seconds for the last snapshot after SIGTERM, SIGINT or (with spot) the notice of EC2.
     """
 
     model: str
@@ -103,9 +107,15 @@ class FinetuneConfig(Config):
     completion_only: bool | None = None
     seed: int = pydantic.Field(0, ge=0)
     report_to: tuple[str, ...] = ()
-    resume: bool = False
+    resume: Literal["never", "auto", "must"] = "never"
     save_every: int = pydantic.Field(50, ge=0)
+    adapter_only_every: int = pydantic.Field(0, ge=0)
     keep: int = pydantic.Field(2, ge=1)
+    keep_every: int = pydantic.Field(0, ge=0)
+    keep_best: bool = False
+    snapshot_url: str | None = None
+    grace: float = pydantic.Field(60.0, gt=0, allow_inf_nan=False)
+    spot: bool = False
     eval_every: int = pydantic.Field(0, ge=0)
     eval_tokens: int = pydantic.Field(12_288, ge=2)
     device: str | None = None
@@ -130,6 +140,8 @@ class FinetuneConfig(Config):
             )
         if self.eval_every and self.eval_data is None:
             raise ConfigError("eval_every", got="no eval_data", fix="Name the held-out text with --eval-data.")
+        if self.keep_best and not self.eval_every:
+            raise ConfigError("keep_best", got="no eval_every", fix="Say how often to evaluate with --eval-every.")
         return self
 
     def recipe(self) -> Recipe:
@@ -171,13 +183,14 @@ def finetune(config: FinetuneConfig) -> FinetuneReport:
     """Train and write the run folder; `adapter/` appears in one piece at the end.
 
     ConfigError, DataError, CheckpointError, MismatchError: input that cannot work, before anything is written.
-    RefusedError: the loss or a gradient became NaN; snapshots stay. UnsupportedError: a package or device is missing.
+    RefusedError: the loss or a gradient became NaN, or the last snapshot failed; the others stay. PreemptedError: asked
+    to stop, and saved. UnsupportedError: a package or device is missing.
     """
     require_type("finetune: config", config, FinetuneConfig)
     _require_packages(config)
     config = Policy.read(config.policy).adopt(config) if config.policy else config
     run = RunFolder(config.out)
-    resume = _where_to_start(config, run)
+    _may_start(config, run)
     data = load_data(config.data, "train")
     folder = resolve_model(config.model)
     tokenizer = load_tokenizer(folder)
@@ -187,27 +200,27 @@ def finetune(config: FinetuneConfig) -> FinetuneReport:
     checkpoint = Checkpoint.open(folder)
     source = fingerprint(checkpoint)
     recipe, policy = _decide(config, checkpoint, source)
-    if resume is not None:
+    if run.steps():
         run.require_model(source)
         run.require_policy(policy)
     wrapped = _wrap(_base(config, folder, checkpoint, recipe), config)
-    trainer = _trainer(wrapped, tokenizer, data, config, run, resume)
+    trainer, snapshots = _trainer(wrapped, tokenizer, data, config, run, source)
     _describe(config, run, checkpoint, recipe, policy)
     before = None if windows is None else _held_out_perplexity(wrapped, windows)
     started = time.monotonic()
-    steps, losses = _train(trainer, config, resume, windows)
+    steps, began = _train(trainer, snapshots, config, windows)
     seconds = time.monotonic() - started
     with whole_folder(run.adapter) as work:
         from octavo.integrations.snapshots import save_adapter
 
         save_adapter(wrapped, work)
-    done = steps - (_step(resume) or 0)
+    losses, done = trainer.recorder.losses, steps - (began or 0)
     figures = _layers(wrapped)
     after = None if windows is None else _held_out_perplexity(wrapped, windows)
     report = FinetuneReport(
         run=str(config.out),
         steps=steps,
-        resumed_from=_step(resume),
+        resumed_from=began,
         tokens_per_step=_tokens_per_step(config),
         first_loss=losses[0] if losses else None,
         last_loss=losses[-1] if losses else None,
@@ -223,6 +236,7 @@ def finetune(config: FinetuneConfig) -> FinetuneReport:
         **config.model_dump(include={"model", "mode", "scheme", "activation"}),
     )
     report.write(run.report)
+    snapshots.close()
     return report
 
 
@@ -235,20 +249,17 @@ def _require_packages(config: FinetuneConfig) -> None:
     check_reporters(config.report_to)
 
 
-def _where_to_start(config: FinetuneConfig, run: RunFolder) -> Path | None:
-    """The snapshot to continue from, or None."""
-    if not config.resume:
+def _may_start(config: FinetuneConfig, run: RunFolder) -> None:
+    """ConfigError where `out` is in the way, MismatchError where it began with other settings."""
+    if config.resume == "never":
         if run.path.exists() and (not run.path.is_dir() or any(run.path.iterdir())):
-            raise ConfigError(f"out {run.path} exists", fix="Give another folder, or --resume to continue it.")
-        return None
-    snapshot = run.resume_point(config.model_dump(mode="json"), RESUME_MAY_CHANGE)
-    if snapshot is None:
+            raise ConfigError(f"out {run.path} exists", fix="Give another folder, or --resume auto to continue it.")
+    elif run.config.is_file() and run.steps():
+        run.require_settings(config.model_dump(mode="json"), RESUME_MAY_CHANGE)
+    elif config.resume == "must":
+        raise CheckpointError(f"run {run.path} has no snapshot to continue from", fix="Check the path.")
+    elif run.path.is_dir():
         logger().warning("%s has no snapshot: the run starts from the beginning", run.path)
-    return snapshot
-
-
-def _step(snapshot: Path | None) -> int | None:
-    return int(snapshot.name.removeprefix("step-")) if snapshot else None
 
 
 def _held_out(config: FinetuneConfig, tokenizer: Any) -> torch.Tensor | None:
@@ -317,10 +328,9 @@ def _describe(config: FinetuneConfig, run: RunFolder, checkpoint: Checkpoint, re
 
 
 def _trainer(
-    model: Any, tokenizer: Any, data: TextData, config: FinetuneConfig, run: RunFolder, resume: Path | None
-) -> Any:
+    model: Any, tokenizer: Any, data: TextData, config: FinetuneConfig, run: RunFolder, source: str
+) -> tuple[Any, Any]:
     """Everything that can be wrong with data and settings shows here, before the run folder has a file."""
-    from octavo.integrations.snapshots import Snapshots
     from octavo.integrations.trl import Recorder, SftOptions, build_trainer
 
     settings = config.model_dump()
@@ -329,26 +339,47 @@ def _trainer(
     if config.gradient_checkpointing is None:
         settings["gradient_checkpointing"] = next(model.parameters()).device.type != "cpu"
     options = SftOptions(**{field.name: settings[field.name] for field in fields(SftOptions)})
-    recorder, snapshots = Recorder(run), Snapshots(run, config.save_every, config.keep, resume)
+    recorder, snapshots = Recorder(run), _snapshots(config, run, source)
     existed = run.path.exists()
     try:
-        return build_trainer(model, tokenizer, data, options, run, recorder, snapshots)
+        return build_trainer(model, tokenizer, data, options, run, recorder, snapshots), snapshots
     except BaseException:
         if run.path.exists() and not existed:
             run.path.rmdir()  # the Trainer makes it
         raise
 
 
+def _snapshots(config: FinetuneConfig, run: RunFolder, source: str) -> Any:
+    from octavo.integrations.snapshots import SnapshotCallback
+
+    return SnapshotCallback(
+        run.snapshots,
+        every=config.save_every,
+        adapter_every=config.adapter_only_every,
+        keep_last=config.keep,
+        keep_every=config.keep_every,
+        remote=config.snapshot_url,
+        settings={},  # RunFolder.require_settings has compared them, long before the model was loaded
+        base=source,
+        grace=config.grace,
+        spot=AWS if config.spot else None,
+        exits=False,
+        extra={"policy": run},
+        best="held-out perplexity" if config.keep_best else None,
+    )
+
+
 def _train(
-    trainer: Any, config: FinetuneConfig, resume: Path | None, windows: torch.Tensor | None
-) -> tuple[int, list[float]]:
-    """The number of the last step, and the loss of every step of this call."""
+    trainer: Any, snapshots: Any, config: FinetuneConfig, windows: torch.Tensor | None
+) -> tuple[int, int | None]:
+    """The number of the last step, and that of the snapshot it continued from."""
     from octavo.integrations.trl import train
 
     evaluate = None if windows is None else partial(_held_out_perplexity, trainer.model, windows)
     with progress("Fine-tuning", config.max_steps) as advance:
         trainer.recorder.report_to(advance, evaluate, config.eval_every)
-        return train(trainer, resume), trainer.recorder.losses
+        steps, began = train(trainer, snapshots, config.resume)
+    return int(steps), began
 
 
 def _quantized(model: Any, recipe: Recipe, config: FinetuneConfig, windows: torch.Tensor | None) -> float | None:

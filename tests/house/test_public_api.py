@@ -29,6 +29,8 @@ PUBLIC = {
     "FrozenFloat8Linear",
     "Float8Linear",
     "OctavoConfig",
+    "Snapshots",
+    "TrainingState",
     "why",
     "OctavoError",
 }

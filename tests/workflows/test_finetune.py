@@ -113,14 +113,14 @@ def test_resume_continues_bit_for_bit(tiny_llama, text, tmp_path, finished):
         for file in child.iterdir():
             file.unlink()
         child.rmdir()
-    report = finetune(again.model_copy(update={"resume": True}))
+    report = finetune(again.model_copy(update={"resume": "auto"}))
     assert (report.resumed_from, report.steps) == (6, 8)
     resumed = load_file(run.adapter / "adapter_model.safetensors")
     assert all(torch.equal(resumed[name], straight[name]) for name in straight)
     steps = [json.loads(line)["step"] for line in run.metrics.read_text().splitlines()]
     assert steps == list(range(1, 9))
     with pytest.raises(MismatchError, match="other settings: rank"):
-        finetune(again.model_copy(update={"resume": True, "rank": 8}))
+        finetune(again.model_copy(update={"resume": "auto", "rank": 8}))
 
 
 def test_existing_folder_is_not_overwritten(tiny_llama, text, tmp_path):

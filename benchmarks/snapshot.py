@@ -1,0 +1,281 @@
+"""How long training stands still for a snapshot, and how fast it is written: a table, then one line of JSON.
+
+    python benchmarks/snapshot.py [--gigabytes 12] [--device cuda] [--folder DIR] [--rounds 3] [--only NAME ...]
+
+All in one run, same tensors: AdamW state (parameters, two moments, float32) of the given size, training steps of matrix
+multiplications between snapshots. Rivals: torch.save, safetensors.save_file of a copy in host memory, dcp.save,
+dcp.async_save as it comes and with the pinned asynchronous DefaultStager; the bare pinned copy, which is what any copy
+costs that waits. `stall` is what a step with a snapshot takes longer than the steps without one, from the end of one
+optimizer step to the end of the next, the device synchronized; that optimizer step awaits Octavo's copy, so nothing is
+left out. `lora` has the tensors of LoRA rank 16 on all linears of an 8B model. Needs a disk with room for
+eight times the size. On a CPU it runs with a small size, to show that it runs; the stalls mean nothing there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import platform
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from octavo.store.snapshot.snapshots import Snapshots
+from octavo.store.snapshot.state import TrainingState
+
+# Llama-3.1-8B: (out, in) of q, k, v, o, gate, up, down in each of 32 layers
+LINEARS = ((4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336))
+
+
+class Dense(nn.Module):
+    """Square matrices, every one used: forward and backward read all parameters."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        super().__init__()
+        width = 4096 if nbytes >= 1 << 30 else 256
+        count = max(nbytes // 3 // (4 * width * width), 1)  # a third are parameters, the rest are moments
+        self.weights = nn.ParameterList(
+            nn.Parameter(torch.randn(width, width, device=device) * 0.01) for _ in range(count)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.weights:
+            x = torch.tanh(x @ weight)
+        return x
+
+    @property
+    def width(self) -> int:
+        return self.weights[0].shape[0]
+
+
+class Lora(nn.Module):
+    """A and B of every linear of an 8B model over one shared frozen matrix: the adapter's tensors, not its compute."""
+
+    def __init__(self, device: torch.device, layers: int) -> None:
+        super().__init__()
+        self.frozen = nn.Parameter(torch.zeros(16, 16, device=device), requires_grad=False)
+        pairs = [pair for _ in range(layers) for pair in LINEARS]
+        self.a = nn.ParameterList(nn.Parameter(torch.randn(16, fan_in, device=device) * 0.01) for _, fan_in in pairs)
+        self.b = nn.ParameterList(nn.Parameter(torch.zeros(fan_out, 16, device=device)) for fan_out, _ in pairs)
+        self.width = 14336
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total = x.new_zeros(())
+        for a, b in zip(self.a, self.b, strict=True):
+            total = total + (x[:, : a.shape[1]] @ a.T @ b.T).square().mean()
+        return total
+
+
+class Loop:
+    """Training steps of a fixed size, timed from optimizer step to optimizer step."""
+
+    def __init__(self, model: nn.Module, device: torch.device, rows: int) -> None:
+        self.model, self.device = model, device
+        self.optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+        self.x = torch.randn(rows, model.width, device=device)
+        for _ in range(3):
+            self.step()
+
+    def step(self, after: Callable[[], None] | None = None) -> float:
+        """Seconds of what `after` does once the step before is over, and of a forward, backward and optimizer step."""
+        sync(self.device)
+        started = time.perf_counter()
+        if after:
+            after()
+        self.model(self.x).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        sync(self.device)
+        return time.perf_counter() - started
+
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        found = dict(self.model.state_dict())
+        for index, entry in self.optimizer.state_dict()["state"].items():
+            found |= {f"optimizer.{index}.{name}": value for name, value in entry.items()}
+        return found
+
+
+def sync(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class Octavo:
+    def __init__(self, loop: Loop, folder: Path) -> None:
+        self.snapshots = Snapshots(folder, every=0, keep_last=1, signals=False)
+        self.snapshots.start(TrainingState(loop.model, loop.optimizer))
+        self.snapshots._prepare()  # as step_done does beside the first steps
+        self.count = 0
+
+    def save(self) -> None:
+        self.count += 1
+        self.snapshots.save(self.count)
+
+    def finish(self) -> float:
+        self.snapshots.writer.drain()
+        return float(self.snapshots.writer.seconds or 0.0)
+
+    def close(self) -> None:
+        self.snapshots.close()
+
+
+class Rival:
+    """A save that is done when it returns, or a future to wait for."""
+
+    def __init__(self, action: Callable[[int], Any], close: Callable[[], None] = lambda: None) -> None:
+        self.action, self.close, self.count = action, close, 0
+        self.answer: Any = None
+
+    def save(self) -> None:
+        self.started = time.perf_counter()
+        self.count += 1
+        self.answer = self.action(self.count)
+
+    def finish(self) -> float:
+        answer = getattr(self.answer, "upload_completion", self.answer)
+        if hasattr(answer, "result"):
+            answer.result()
+        return time.perf_counter() - self.started
+
+
+def contestants(loop: Loop, folder: Path) -> dict[str, Callable[[], Any]]:
+    def fresh(name: str, count: int) -> Path:
+        shutil.rmtree(folder / name, ignore_errors=True)
+        (folder / name).mkdir()
+        return folder / name / str(count)
+
+    def host() -> dict[str, torch.Tensor]:
+        return {name: value.detach().cpu() for name, value in loop.tensors().items()}
+
+    def default_stager() -> Rival:
+        gpu = loop.device.type == "cuda"
+        options = StagingOptions(
+            use_pinned_memory=gpu, use_shared_memory=gpu, use_async_staging=gpu, use_non_blocking_copy=gpu
+        )
+        stager = DefaultStager(options)
+        save = lambda n: dcp.async_save(loop.state(), checkpoint_id=str(fresh("stager", n)), async_stager=stager)  # noqa: E731
+        return Rival(save, stager.close)
+
+    def pinned_copy() -> Rival:
+        sources = [value for value in loop.tensors().values() if value.numel()]
+        places = [torch.empty_like(v, device="cpu", pin_memory=loop.device.type == "cuda") for v in sources]
+
+        def copy(count: int) -> None:
+            for place, source in zip(places, sources, strict=True):
+                place.copy_(source, non_blocking=True)
+            sync(loop.device)
+
+        return Rival(copy)
+
+    return {
+        "octavo": lambda: Octavo(loop, folder / "octavo"),
+        "dcp.async_save, pinned DefaultStager": default_stager,
+        "bare pinned copy": pinned_copy,
+        "dcp.async_save": lambda: Rival(lambda n: dcp.async_save(loop.state(), checkpoint_id=str(fresh("async", n)))),
+        "dcp.save": lambda: Rival(lambda n: dcp.save(loop.state(), checkpoint_id=str(fresh("dcp", n)))),
+        "torch.save": lambda: Rival(lambda n: torch.save(loop.state(), fresh("torch", n))),
+        "safetensors.save_file": lambda: Rival(lambda n: save_file(host(), fresh("safetensors", n))),
+    }
+
+
+def measure(loop: Loop, folder: Path, rounds: int, only: list[str]) -> list[dict[str, Any]]:
+    found = []
+    for name, make in contestants(loop, folder).items():
+        if only and name.split()[0] not in only and name not in only:
+            continue
+        rival = make()
+        stalls, writes, calls = [], [], []
+        for number in range(rounds + 1):  # the first makes buffers
+            quiet = statistics.median(loop.step() for _ in range(3))
+            called = [0.0]
+
+            def save(rival: Any = rival, called: list[float] = called) -> None:
+                started = time.perf_counter()
+                rival.save()
+                called[0] = time.perf_counter() - started
+
+            stall = loop.step(save) - quiet
+            write = rival.finish()
+            if number:
+                stalls.append(stall)
+                writes.append(write)
+                calls.append(called[0])
+        rival.close()
+        found.append(
+            {
+                "name": name,
+                "stall_s": round(statistics.median(stalls), 5),
+                "stall_max_s": round(max(stalls), 5),
+                "call_s": round(statistics.median(calls), 5),
+                "until_durable_s": round(statistics.median(writes), 4),
+                "step_s": round(quiet, 5),
+            }
+        )
+        print(
+            "{name:40} stall {stall_s:9.4f} s (max {stall_max_s:.4f})   until on disk {until_durable_s:8.3f} s".format(
+                **found[-1]
+            )
+        )
+        shutil.rmtree(folder)
+        folder.mkdir()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gigabytes", type=float, default=12.0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rows", type=int, default=8192, help="of the batch: the compute that a copy can hide under")
+    parser.add_argument("--layers", type=int, default=32, help="of the 8B model for lora")
+    parser.add_argument("--only", nargs="*", default=[])
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    device = torch.device(options.device)
+    with tempfile.TemporaryDirectory(dir=options.folder) as root, contextlib.ExitStack() as stack:
+        store = dist.FileStore(str(Path(root) / "store"), 1)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        stack.callback(dist.destroy_process_group)
+        work = Path(root) / "work"
+        work.mkdir()
+        result: dict[str, Any] = {
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
+            "torch": torch.__version__,
+            "gigabytes": options.gigabytes,
+        }
+        models = {
+            "full": lambda: Dense(int(options.gigabytes * 1e9), device),
+            "lora": lambda: Lora(device, options.layers),
+        }
+        for name, build in models.items():
+            loop = Loop(build(), device, options.rows if name == "full" else min(options.rows, 256))
+            nbytes = sum(value.numel() * value.element_size() for value in loop.tensors().values())
+            print(f"{name}: {nbytes / 1e9:.3f} GB in {len(loop.tensors())} tensors on {result['device']}")
+            result[name] = {"bytes": nbytes, "rows": measure(loop, work, options.rounds, options.only)}
+            del loop
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

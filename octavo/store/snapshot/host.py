@@ -1,0 +1,64 @@
+"""Host memory that the training process fills and the writer process reads: anonymous, shared, pinned for a GPU."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from octavo.base.errors import UnsupportedError
+
+MARGIN = 0.1  # of what is free stays free
+
+
+class HostBuffer:
+    """nbytes of shared memory as a uint8 tensor. An anonymous file, which /dev/shm's size does not limit.
+
+    pin: page-locked, so that copies from a GPU run beside its kernels; 12 GB take about 10 s, so do it early.
+    """
+
+    def __init__(self, nbytes: int, *, pin: bool) -> None:
+        self.nbytes = nbytes
+        self.handle = os.memfd_create("octavo-snapshot", os.MFD_CLOEXEC)
+        os.ftruncate(self.handle, max(nbytes, 1))
+        self._map = mmap.mmap(self.handle, max(nbytes, 1))
+        self.data = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.pinned = pin
+        if pin:
+            code = _cuda().cudaHostRegister(self.data.data_ptr(), self.data.numel(), 0)
+            if int(code) != 0:
+                raise UnsupportedError(f"pinning {nbytes / 1e9:.1f} GB of host memory", got=f"CUDA error {int(code)}")
+
+    def close(self) -> None:
+        """The memory goes once the writer has let go of it too."""
+        if self.pinned:
+            _cuda().cudaHostUnregister(self.data.data_ptr())
+        os.close(self.handle)
+
+
+def _cuda() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def buffers_that_fit(nbytes: int, processes: int = 1, free: int | None = None) -> int:
+    """2, 1 or 0: the buffers of nbytes that each of `processes` on a machine can have. free: bytes, else measured."""
+    free = free_memory() if free is None else free
+    return min(2, int(free * (1 - MARGIN)) // max(nbytes * processes, 1))
+
+
+def free_memory(proc: Path = Path("/proc/meminfo"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes of host memory this process may still take: what the machine has, or its container, if that is less."""
+    lines = dict(line.split(":", 1) for line in proc.read_text().splitlines() if ":" in line)
+    free = int(lines["MemAvailable"].split()[0]) * 1024
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            free = min(free, int((cgroups / limit).read_text()) - int((cgroups / used).read_text()))
+        except (OSError, ValueError):  # no such version of cgroups, or no limit
+            continue
+    return max(free, 0)

@@ -1,0 +1,153 @@
+"""Device -> host beside the training: the copy runs on a stream of its own, under the next forward and backward.
+
+Order on a GPU. The copy waits for the step that made the state. Buffers, which a forward may change, go first, and the
+next forward waits for those alone; parameters and moments change in the optimizer step, which waits for the rest. All
+waits are of streams: the CPU goes on. On a CPU tensor a copy is done when it returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from octavo.store.snapshot.layout import Layout
+
+SMALL = 2 << 20  # bytes; smaller tensors are joined on the device, for one copy over the bus costs 10 us to start
+JOINED = 64 << 20  # bytes of such tensors in one copy
+
+Placed = tuple[int, torch.Tensor]  # the first byte in the buffer, and the bytes that go there, uint8 [n]
+
+
+class Lane(Protocol):
+    """A stream beside that of the training. Marks are points on it."""
+
+    def follow(self) -> None:
+        """What comes next on the lane comes after all that the training has queued so far."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None: ...
+
+    def join(self, sources: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The bytes of several tensors behind each other, still on the device."""
+
+    def mark(self) -> Any: ...
+
+    def hold(self, mark: Any) -> None:
+        """What the training queues from now on waits for the mark."""
+
+    def wait(self, mark: Any) -> None:
+        """The calling thread waits for the mark."""
+
+
+class CpuLane:
+    """Nothing is asynchronous: tensors in host memory."""
+
+    def follow(self) -> None:
+        return
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source)
+
+    def join(self, sources: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(list(sources))
+
+    def mark(self) -> None:
+        return None
+
+    def hold(self, mark: None) -> None:
+        return
+
+    def wait(self, mark: None) -> None:
+        return
+
+
+class CudaLane:
+    """A CUDA stream. Sources must stay alive until the last mark is reached: Staged keeps them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def follow(self) -> None:
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        with torch.cuda.stream(self.stream):
+            target.copy_(source, non_blocking=True)
+
+    def join(self, sources: Sequence[torch.Tensor]) -> torch.Tensor:
+        with torch.cuda.stream(self.stream):
+            return torch.cat(list(sources))
+
+    def mark(self) -> Any:
+        return self.stream.record_event()
+
+    def hold(self, mark: Any) -> None:
+        torch.cuda.current_stream(self.device).wait_event(mark)
+
+    def wait(self, mark: Any) -> None:
+        mark.synchronize()
+
+
+class Staged:
+    """A copy under way. keep: what must stay alive until it is done."""
+
+    def __init__(self, lane: Lane, mark: Any, keep: object) -> None:
+        self._lane, self._mark, self._keep = lane, mark, keep
+
+    def hold_training(self) -> None:
+        """Call before parameters change: what is queued from now on waits for the copy."""
+        self._lane.hold(self._mark)
+
+    def wait(self) -> None:
+        """Until the host has all bytes."""
+        self._lane.wait(self._mark)
+        self._keep = None
+
+
+def lane_for(layout: Layout) -> Lane:
+    device = next((copy.tensor.device for copy in layout.copies if copy.tensor.device.type == "cuda"), None)
+    return CudaLane(device) if device is not None else CpuLane()
+
+
+def stage(layout: Layout, buffer: torch.Tensor, lane: Lane, early: Collection[torch.Tensor] = ()) -> Staged:
+    """Queue the copies of a layout into buffer, uint8 [nbytes]. early: what the next forward may change."""
+    first = {id(tensor) for tensor in early}
+    # Made before the lane follows: a tensor with gaps is joined by a kernel of the training's own stream.
+    sooner = [(copy.begin, copy.bytes()) for copy in layout.copies if id(copy.tensor) in first]
+    later = [(copy.begin, copy.bytes()) for copy in layout.copies if id(copy.tensor) not in first]
+    lane.follow()
+    keep: list[torch.Tensor] = []
+    if sooner:
+        _queue(sooner, buffer, lane, keep)
+        lane.hold(lane.mark())
+    _queue(later, buffer, lane, keep)
+    return Staged(lane, lane.mark(), (layout, keep))
+
+
+def _queue(sources: list[Placed], buffer: torch.Tensor, lane: Lane, keep: list[torch.Tensor]) -> None:
+    for run in runs(sources):
+        data = [raw for _, raw in run]
+        joined = data[0] if len(data) == 1 else lane.join(data)
+        keep.extend((*data, joined))
+        lane.copy(buffer[run[0][0] : run[0][0] + joined.numel()], joined)
+
+
+def runs(sources: list[Placed]) -> list[list[Placed]]:
+    """Small device tensors that are neighbours in the buffer, together; all else alone; nothing for empty ones."""
+    found: list[list[Placed]] = []
+    end, room = -1, 0  # where the last run ends, and how many bytes it still takes
+    for begin, raw in sources:
+        size = raw.numel()
+        if not size:
+            continue
+        small = raw.device.type != "cpu" and size < SMALL
+        if small and begin == end and size <= room and raw.device == found[-1][-1][1].device:
+            found[-1].append((begin, raw))
+            room -= size
+        else:
+            found.append([(begin, raw)])
+            room = JOINED - size if small else 0
+        end = begin + size
+    return found

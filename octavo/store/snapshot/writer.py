@@ -1,0 +1,256 @@
+"""The training's side of the writer process: buffers, back-pressure, and news of what became durable or failed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from octavo.base.errors import OctavoError
+from octavo.base.log import logger
+from octavo.store.snapshot.channel import Channel, Message
+from octavo.store.snapshot.files import Source
+from octavo.store.snapshot.folder import SnapshotFolder
+from octavo.store.snapshot.host import HostBuffer, buffers_that_fit
+from octavo.store.snapshot.jobs import FilePlan, Job, write
+from octavo.store.snapshot.layout import Layout
+from octavo.store.snapshot.process import Process, Start, start_process
+from octavo.store.snapshot.staging import Lane, Staged, lane_for, stage
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A snapshot that did not become durable, or not on object storage."""
+
+    step: int
+    text: str
+
+
+@dataclass
+class _Submitted:
+    job: Job
+    staged: Staged
+
+
+class SnapshotWriter:
+    """One writer process and at most two host buffers.
+
+    Before an optimizer step is taken, every snapshot but the newest is durable or has failed: `before_update`. With one
+    buffer the wait is in `submit`. Without any, `submit` writes here, in the training process, and says so once.
+    """
+
+    def __init__(
+        self,
+        folder: SnapshotFolder,
+        *,
+        lock: int | None = None,
+        remote: dict[str, Any] | None = None,
+        processes: int = 1,
+        start: Start = start_process,
+    ) -> None:
+        """remote: {"url", "options"} of object storage. processes: ranks on this machine, which share its memory."""
+        self.folder, self._lock, self._remote, self._processes = folder, lock, remote, processes
+        self.durable: int | None = None  # the newest step known to be on disk
+        self.uploaded: int | None = None
+        self.seconds: float | None = None  # that the last write took
+        self._start = start
+        self._failures: list[Failure] = []
+        self._channel: Channel | None = None
+        self._process: Process | None = None
+        self._buffers: list[HostBuffer] = []
+        self._free: deque[int] = deque()
+        self._lane: Lane | None = None
+        self._queue: deque[_Submitted | None] = deque()
+        self._open = 0  # submitted, neither durable nor failed
+        self._staged: Staged | None = None
+        self._here = False
+        self._changed = threading.Condition()
+        self._courier = threading.Thread(target=self._carry, name="octavo-snapshots", daemon=True)
+        self._courier.start()
+
+    def prepare(self, nbytes: int, *, pin: bool) -> None:
+        """Buffers for snapshots of nbytes, as many as host memory allows. Waits for what is in flight."""
+        if self._here or (self._buffers and self._buffers[0].nbytes >= nbytes):
+            return
+        self.drain()
+        self._release()
+        count = buffers_that_fit(nbytes, self._processes)
+        if count == 0:
+            self._here = True
+            logger().warning(
+                "a snapshot of %.1f GB does not fit beside the rest in host memory: it is written while training waits",
+                nbytes / 1e9,
+            )
+            return
+        self._buffers = [HostBuffer(nbytes, pin=pin) for _ in range(count)]
+        self._free = deque(range(count))
+        with self._changed:
+            if self._channel is not None:
+                self._send_buffers(self._channel)
+
+    def submit(self, job: Job, layout: Layout, early: Collection[torch.Tensor] = ()) -> float:
+        """Queue a snapshot; `prepare` came before. Returns the seconds that training stood still for it."""
+        started = time.perf_counter()
+        if self._here:
+            self._write_here(job, layout)
+            return time.perf_counter() - started
+        with self._changed:
+            self._changed.wait_for(lambda: self._free)
+            index = self._free.popleft()
+            self._open += 1
+        self._lane = self._lane or lane_for(layout)
+        self._staged = stage(layout, self._buffers[index].data, self._lane, early)
+        with self._changed:
+            self._queue.append(_Submitted(replace(job, buffer=index), self._staged))
+            self._changed.notify_all()
+        return time.perf_counter() - started
+
+    def before_update(self) -> None:
+        """Call before parameters change. Queues a wait for the copy on the device, and bounds what is in flight."""
+        if self._staged is not None:
+            self._staged.hold_training()
+            self._staged = None
+        if self._open > 1:
+            with self._changed:
+                self._changed.wait_for(lambda: self._open <= 1)
+
+    def drain(self, timeout: float | None = None) -> bool:
+        """Wait until nothing is in flight; False if that took longer than timeout seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._open == 0, timeout)
+
+    def take_failures(self) -> list[Failure]:
+        with self._changed:
+            taken, self._failures = self._failures, []
+            return taken
+
+    def abort(self, reason: str) -> None:
+        """Rank 0: stop waiting for the parts of other ranks."""
+        if self._channel is not None:
+            self._channel.send({"do": "abort", "reason": reason})
+
+    def upload(self, job: Job) -> None:
+        """A snapshot that is on disk already, if it is not there yet. Call it while nothing is in flight."""
+        self._connected().send({"do": "upload", "job": job.plain()})
+
+    def close(self, timeout: float | None = None) -> bool:
+        """Let the writer finish, uploads included, and end it. False if it had to be left working on its own."""
+        whole = self.drain(timeout)
+        if whole:
+            with self._changed:
+                self._queue.append(None)
+                self._changed.notify_all()
+            self._courier.join(timeout)
+            whole = not self._courier.is_alive()
+        if self._channel is not None:
+            self._channel.close()
+        if whole and self._process is not None:
+            self._process.wait()
+        if whole:
+            self._release()
+        return whole
+
+    def _release(self) -> None:
+        for buffer in self._buffers:
+            buffer.close()
+        self._buffers, self._free = [], deque()
+
+    def _carry(self) -> None:
+        """The courier thread: waits for copies, hands them to the writer, takes its news. Ends at a None."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue)
+                item = self._queue.popleft()
+            if item is None:
+                if self._channel is not None and self._remote is not None:
+                    self._exchange(0, {"do": "finish"}, ("finished",))
+                return
+            try:
+                item.staged.wait()
+                self._exchange(item.job.step, {"do": "write", "job": item.job.plain()}, ("durable", "failed"))
+            except Exception as error:
+                self._fail(item.job.step, f"{type(error).__name__}: {error}")
+            with self._changed:
+                self._open -= 1
+                self._free.append(item.job.buffer)
+                self._changed.notify_all()
+
+    def _exchange(self, step: int, message: Message, until: tuple[str, ...]) -> None:
+        """Send, then take news until the answer comes."""
+        channel = self._connected()
+        try:
+            channel.send(message)
+            while (news := channel.receive()) is not None:
+                self._note(news)
+                if news["event"] in until:
+                    return
+        except OSError as error:
+            logger().debug("connection to the snapshot writer: %s", error)
+        self._channel = None
+        channel.close()
+        code = self._process.wait() if self._process else None
+        self._fail(step, f"the writer process ended unasked (exit code {code}); the next snapshot starts another")
+
+    def _connected(self) -> Channel:
+        if self._channel is None:
+            connection, self._process = self._start(self.folder.path, self._lock)
+            channel = Channel(connection)
+            if self._remote is not None:
+                channel.send({"do": "remote", **self._remote})
+            with self._changed:
+                self._send_buffers(channel)
+                self._channel = channel
+        return self._channel
+
+    def _send_buffers(self, channel: Channel) -> None:
+        if self._buffers:
+            channel.send({"do": "buffers"}, [buffer.handle for buffer in self._buffers])
+
+    def _note(self, news: Message) -> None:
+        event = news["event"]
+        if event == "durable":
+            self.durable, self.seconds = news["step"], news["seconds"]
+        elif event == "uploaded":
+            self.uploaded = news["step"]
+        elif event == "failed":
+            self._fail(news["step"], news["error"])
+        elif event == "warning":
+            logger().warning("snapshots %s: %s", self.folder.path, news["text"])
+
+    def _fail(self, step: int, text: str) -> None:
+        with self._changed:
+            self._failures.append(Failure(step, text))
+
+    def _write_here(self, job: Job, layout: Layout) -> None:
+        """Without a buffer: block by block through a small one, in this process."""
+        started = time.monotonic()
+        try:
+            write(self.folder, job, lambda plan: _through_memory(layout, plan), None, lambda: None)
+            self.durable, self.seconds = job.step, time.monotonic() - started
+            if job.rank == 0:
+                self.folder.prune(job.run, job.keep)
+                if self._remote is not None:
+                    self.upload(job)
+        except (OSError, OctavoError) as error:
+            self._fail(job.step, str(error))
+
+
+def _through_memory(layout: Layout, plan: FilePlan) -> Source:
+    """The bytes of a file straight from the tensors, one block at a time."""
+
+    def source(begin: int, size: int) -> memoryview:
+        block = torch.empty(size, dtype=torch.uint8)
+        first = plan.begin + begin
+        for copy in layout.copies:
+            raw = copy.bytes() if copy.begin < first + size and first < copy.begin + copy.nbytes else None
+            if raw is not None and raw.numel():
+                low, high = max(first, copy.begin), min(first + size, copy.begin + raw.numel())
+                block[low - first : high - first].copy_(raw[low - copy.begin : high - copy.begin])
+        return memoryview(block.numpy().data)
+
+    return source

@@ -1,0 +1,110 @@
+"""Order of copies beside training, told by a lane that notes what is asked of it; what travels together; memory."""
+
+import torch
+
+from octavo.store.snapshot.host import HostBuffer, buffers_that_fit, free_memory
+from octavo.store.snapshot.layout import Piece, lay_out
+from octavo.store.snapshot.staging import JOINED, SMALL, CpuLane, runs, stage
+
+
+class Told(CpuLane):
+    """Keeps the order of what a CUDA stream would be asked to do."""
+
+    def __init__(self):
+        self.log = []
+
+    def follow(self):
+        self.log.append("follow")
+
+    def copy(self, target, source):
+        super().copy(target, source)
+        self.log.append(f"copy {len(source)}")
+
+    def mark(self):
+        self.log.append("mark")
+        return len(self.log)
+
+    def hold(self, mark):
+        self.log.append(f"hold {mark}")
+
+    def wait(self, mark):
+        self.log.append(f"wait {mark}")
+
+
+def layout_of(**tensors):
+    return lay_out({"f.safetensors": {name: Piece(tensor) for name, tensor in tensors.items()}})
+
+
+def test_buffers_go_first_and_only_they_hold_the_next_forward():
+    weight, buffer = torch.randn(4, 4), torch.randn(3)
+    layout, lane = layout_of(weight=weight, buffer=buffer), Told()
+    staged = stage(layout, torch.zeros(layout.nbytes, dtype=torch.uint8), lane, [buffer])
+    assert lane.log == ["follow", "copy 12", "mark", "hold 3", "copy 64", "mark"]
+    staged.hold_training()  # before the optimizer step
+    staged.wait()  # the courier
+    assert lane.log[-2:] == ["hold 6", "wait 6"]
+
+
+def test_without_buffers_the_forward_waits_for_nothing():
+    layout, lane = layout_of(weight=torch.randn(4)), Told()
+    stage(layout, torch.zeros(layout.nbytes, dtype=torch.uint8), lane)
+    assert lane.log == ["follow", "copy 16", "mark"]
+
+
+def test_the_copy_is_of_the_moment_it_was_asked_for():
+    """In-place changes right after do not reach it; gaps in memory, other dtypes and empty tensors do no harm."""
+    tensors = {
+        "a": torch.randn(5, 3).T,
+        "b": torch.arange(7, dtype=torch.uint8),
+        "c": torch.tensor(2.0),
+        "d": torch.ones(0, 2),
+    }
+    want = {name: tensor.clone() for name, tensor in tensors.items()}
+    layout = layout_of(**tensors)
+    buffer = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    stage(layout, buffer, CpuLane())
+    for tensor in tensors.values():
+        tensor.add_(1)
+    from safetensors.torch import load
+
+    plan = layout.plans[0]
+    data = len(plan.header).to_bytes(8, "little") + plan.header.encode() + bytes(buffer[: plan.size].tolist())
+    found = load(data)
+    assert all(torch.equal(found[name], want[name]) for name in want)
+
+
+def test_small_device_tensors_travel_together_large_ones_alone():
+    def place(*sizes):
+        return [(sum(sizes[:i]), torch.empty(n, dtype=torch.uint8, device="meta")) for i, n in enumerate(sizes)]
+
+    def lengths(sources):
+        return [[raw.numel() for _, raw in run] for run in runs(sources)]
+
+    assert lengths(place(10, 20, SMALL, 30, 0, 40)) == [[10, 20], [SMALL], [30, 40]]
+    many = place(*[SMALL - 1] * (JOINED // SMALL + 2))
+    assert all(sum(run) <= JOINED for run in lengths(many)) and sum(map(len, lengths(many))) == len(many)
+    apart = [(0, many[0][1]), (SMALL + 7, many[1][1])]
+    assert len(runs(apart)) == 2
+
+
+def test_host_memory_is_shared_and_counted(tmp_path):
+    buffer = HostBuffer(4096, pin=False)
+    buffer.data.fill_(7)
+    with open(f"/proc/self/fd/{buffer.handle}", "rb") as file:
+        assert file.read() == b"\7" * 4096
+    buffer.close()
+    gigabyte = 1 << 30
+    assert buffers_that_fit(gigabyte, free=3 * gigabyte) == 2
+    assert buffers_that_fit(gigabyte, free=2 * gigabyte) == 1
+    assert buffers_that_fit(gigabyte, free=gigabyte) == 0
+    assert buffers_that_fit(gigabyte, processes=8, free=9 * gigabyte) == 1
+
+
+def test_a_container_has_less_than_the_machine(tmp_path):
+    (tmp_path / "meminfo").write_text("MemTotal:  9999 kB\nMemAvailable:   1000 kB\n")
+    assert free_memory(tmp_path / "meminfo", tmp_path) == 1_024_000
+    (tmp_path / "memory.max").write_text("600000\n")
+    (tmp_path / "memory.current").write_text("100000\n")
+    assert free_memory(tmp_path / "meminfo", tmp_path) == 500_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free_memory(tmp_path / "meminfo", tmp_path) == 1_024_000
