@@ -51,9 +51,7 @@ def finetune(
     micro_batch: Annotated[int | None, option("Samples in one pass.", 1)] = None,
     accumulation: Annotated[int | None, option("Passes in one step.", 8)] = None,
     context: Annotated[int | None, option("Tokens of a sample.", 1024)] = None,
-    packing: Annotated[
-        bool | None, option("Join texts, cut full samples.", None, None, "--packing/--no-packing")
-    ] = None,
+    packing: Annotated[bool | None, option("Cut full samples.", None, None, "--packing/--no-packing")] = None,
     gradient_checkpointing: Annotated[
         bool | None, option("By default on GPUs.", None, None, "--gradient-checkpointing/--no-gradient-checkpointing")
     ] = None,

@@ -6,7 +6,8 @@
     snapshots.close()
 
 A snapshot of step N is taken when step N+1 begins: what evaluation and the data loader draw from the random states in
-between is then part of it, and the copy runs under the forward and backward of that step.
+between is then part of it, and the copy runs under the forward and backward of that step. The last one, with no step to
+come, is taken at the end of the training; if that is the end of an epoch, the next epoch's loader has yet to draw.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class SnapshotCallback(TrainerCallback):  # type: ignore[misc]
         self.extra, self.best, self.greater_is_better = dict(extra or {}), best, greater_is_better
         self._derive_settings = "settings" not in options
         self._scaler = self._attached = self._closed = False
-        self._first: int | None = None
+        self._fresh, self._between_epochs = True, False
         self._metric: tuple[int, float] | None = None
 
     def resume(self, trainer: Trainer, resume: Resume = "auto") -> str | None:
@@ -77,6 +78,12 @@ class SnapshotCallback(TrainerCallback):  # type: ignore[misc]
         trainer._load_from_checkpoint = lambda *args, **kwargs: None
         return None if step is None else str(self._folder().at(step))
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"between_epochs": self._between_epochs}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._between_epochs = state["between_epochs"]
+
     def note_metric(self, step: int, value: float) -> None:
         """The metric after `step` steps, for the best snapshot."""
         self._metric = step, value
@@ -89,7 +96,7 @@ class SnapshotCallback(TrainerCallback):  # type: ignore[misc]
 
     def abandon(self) -> None:
         """After an exception: what is in flight is finished, nothing is raised."""
-        if self._attached and not self._closed:
+        if self.snapshots.session is not None and not self._closed:
             self._closed = True
             self.snapshots.abandon()
 
@@ -108,23 +115,28 @@ class SnapshotCallback(TrainerCallback):  # type: ignore[misc]
         if self._derive_settings:
             snapshots.settings = {name: plain(getattr(args, name, None)) for name in SETTINGS}
         snapshots.base = snapshots.base or frozen_fingerprint(model)
-        training = TrainingState(model, parts["optimizer"], parts["lr_scheduler"], self.extra, adapter_names)
+        extra = {**self.extra, "trainer": self}
+        training = TrainingState(model, parts["optimizer"], parts["lr_scheduler"], extra, adapter_names)
         config = adapter_config(model)
         snapshots.attach(training, lambda: {COUNTERS: counters(state), **config})
-        self._attached, self._first = True, state.global_step
+        self._attached = True
+        if self._between_epochs:
+            snapshots.restore_random()
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
     ) -> None:
-        if self._first == state.global_step:
-            self.snapshots.restore_random()  # after the data loader was wound forward, which draws numbers too
+        if self._fresh:
+            if not self._between_epochs:
+                self.snapshots.restore_random()  # after the data loader was wound forward, which draws numbers too
+            self._fresh = self._between_epochs = False
         elif self._done(state.global_step):
             self._closed = True
             self.snapshots.close()
-        self._first = None
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any) -> None:
-        if state.global_step != self._first:
+        if not self._fresh:
+            self._between_epochs = float(state.epoch or 0).is_integer()
             self._done(state.global_step)
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any) -> None:

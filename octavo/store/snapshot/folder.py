@@ -26,12 +26,11 @@ from typing import Any
 from octavo.base.errors import CheckpointError, InputError
 from octavo.base.log import logger
 from octavo.base.report import UNREADABLE, read_json
-from octavo.store.folder import output_error
 from octavo.store.snapshot.files import Files, problem_of
 from octavo.store.snapshot.manifest import SnapshotManifest
 
 FULL, ADAPTER = "step", "adapter"  # what a folder's name begins with, by kind
-OWNER, BEST, LOCK = "run.json", "best.json", ".lock"
+OWNER, BEST = "run.json", "best.json"
 _NAME = re.compile(r"(step|adapter)-(\d+)")
 
 
@@ -127,13 +126,10 @@ class SnapshotFolder:
         """Keep other processes out until the returned handle is closed here and in every process that inherited it.
 
         The writer of a run that was killed holds it until its last snapshot is on disk, hence the wait, in seconds.
-        InputError when it is still held then, or when the folder cannot be written.
+        InputError when it is still held then.
         """
-        try:
-            self.files.make_folder(self.path)
-            handle = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-        except OSError as error:
-            raise output_error(self.path, error) from None
+        self.files.make_folder(self.path)
+        handle = os.open(self.path, os.O_RDONLY)
         until, told = time.monotonic() + wait, False
         while True:
             try:

@@ -153,9 +153,9 @@ class RemoteStore:
                 return action()
             except (FileNotFoundError, FileExistsError, NotADirectoryError, PermissionError):
                 raise
-            except OSError:
+            except Exception as error:  # every file system has kinds of its own, of checksums and broken connections
                 if attempt == ATTEMPTS - 1:
-                    raise
+                    raise OSError(f"{type(error).__name__}: {error}") from error
                 time.sleep(self.first_wait * 2**attempt)
         raise AssertionError
 

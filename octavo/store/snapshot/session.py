@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from octavo.base.errors import CheckpointError, ConfigError, OctavoError
 from octavo.base.log import logger
+from octavo.store.folder import output_error
 from octavo.store.snapshot.folder import SnapshotFolder
 from octavo.store.snapshot.manifest import SnapshotManifest
 from octavo.store.snapshot.ranks import Ranks
@@ -35,7 +36,7 @@ class Session:
         self.folder = SnapshotFolder(path)
         self.lock: int | None = None
         try:
-            opened = json.loads(self.ranks.first(lambda: json.dumps(self._open(resume, remote))))
+            opened = json.loads(self.ranks.first(partial(self._open, resume, remote)))
             self.run, self.life = opened["run"], opened["life"]
             self.step = self._agree(opened["steps"], resume)
             self.manifest = None if self.step is None else SnapshotManifest.read(self.folder.at(self.step))
@@ -51,8 +52,14 @@ class Session:
             os.close(self.lock)
             self.lock = None
 
-    def _open(self, resume: Resume, remote: dict[str, Any] | None) -> dict[str, Any]:
-        """Rank 0: take the folder, tidy it, list what could be continued."""
+    def _open(self, resume: Resume, remote: dict[str, Any] | None) -> str:
+        """Rank 0: take the folder, tidy it, list what could be continued; told to the others as JSON."""
+        try:
+            return json.dumps(self._take(resume, remote))
+        except OSError as error:
+            raise output_error(self.folder.path, error) from None
+
+    def _take(self, resume: Resume, remote: dict[str, Any] | None) -> dict[str, Any]:
         self.lock = self.folder.lock()
         run = self.folder.owner() or uuid.uuid4().hex[:12]
         life = uuid.uuid4().hex[:12]

@@ -11,6 +11,7 @@ snapshots.close()
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import threading
@@ -146,6 +147,8 @@ class Snapshots:
             logger().error("snapshot of step %d failed: %s; last on disk: %s", failure.step, failure.text, self.durable)
         asked = self.stop is not None and self.stop.reason is not None
         asked, failed = session.ranks.any_of(asked, bool(failures))
+        if failed and not failures and session.ranks.rank == 0:
+            self.writer.abort("a failure on another rank")
         if failed and self.on_error == "stop":
             raise RefusedError(f"a snapshot failed before step {step}", got=self._failed.text if self._failed else "")
         if asked:
@@ -190,7 +193,7 @@ class Snapshots:
     def note_metric(self, step: int, value: float, *, greater_is_better: bool = False) -> None:
         """Keep the full snapshot of this step for good, until one with a better metric comes."""
         session = self._session()
-        if session.ranks.rank == 0 and step == self._saved:
+        if session.ranks.rank == 0 and step == self._saved and math.isfinite(value):
             best = session.folder.best().get("value")
             if best is None or ((value > best) == greater_is_better and value != best):
                 session.folder.set_best(step, value)

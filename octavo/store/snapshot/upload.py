@@ -53,4 +53,4 @@ class Uploader:
             except (OSError, OctavoError) as error:
                 if self.folder.at(job.step).exists():  # else it was pruned meanwhile: a newer one comes
                     text = f"upload to {self._url}: {error}"
-                    self._send({"event": "failed", "step": job.step, "error": text, "errno": None})
+                    self._send({"event": "not-uploaded", "step": job.step, "error": text})

@@ -59,11 +59,10 @@ class Worker:
     def _write(self, job: Job) -> None:
         started = time.monotonic()
         try:
-            write(self.folder, job, lambda plan: self._source(job, plan), self.pool, self._given_up)
+            write(self.folder, job, lambda plan: self._source(job, plan), self.pool, lambda: self._given_up(job.step))
         except (OSError, OctavoError) as error:
-            number = error.errno if isinstance(error, OSError) else None
             text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-            self._tell({"event": "failed", "step": job.step, "error": text, "errno": number})
+            self._tell({"event": "failed", "step": job.step, "error": text})
             return
         seconds = round(time.monotonic() - started, 6)
         self._tell({"event": "durable", "step": job.step, "kind": job.kind, "seconds": seconds})
@@ -82,7 +81,7 @@ class Worker:
         view = memoryview(self.buffers[job.buffer])[plan.begin : plan.begin + plan.size]
         return lambda begin, size: view[begin : begin + size]
 
-    def _given_up(self) -> str | None:
+    def _given_up(self, step: int) -> str | None:
         """Asked while waiting for other ranks: takes in what the training process says meanwhile."""
         if None in self.messages:
             time.sleep(0.02)
@@ -91,7 +90,7 @@ class Worker:
             return None
         message = self.channel.receive()
         if message is not None and message["do"] == "abort":
-            return str(message["reason"])
+            return str(message["reason"]) if message["step"] == step else None
         self.messages.append(message)
         self._orphan_until = time.monotonic() + ORPHAN_PATIENCE
         return None

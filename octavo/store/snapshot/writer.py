@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -69,6 +70,7 @@ class SnapshotWriter:
         self._open = 0  # submitted, neither durable nor failed
         self._staged: Staged | None = None
         self._here = False
+        self._writing: int | None = None
         self._changed = threading.Condition()
         self._courier = threading.Thread(target=self._carry, name="octavo-snapshots", daemon=True)
         self._courier.start()
@@ -104,7 +106,11 @@ class SnapshotWriter:
             index = self._free.popleft()
             self._open += 1
         self._lane = self._lane or lane_for(layout)
-        self._staged = stage(layout, self._buffers[index].data, self._lane, early)
+        try:
+            self._staged = stage(layout, self._buffers[index].data, self._lane, early)
+        except BaseException:
+            self._finished(index)
+            raise
         with self._changed:
             self._queue.append(_Submitted(replace(job, buffer=index), self._staged))
             self._changed.notify_all()
@@ -130,9 +136,11 @@ class SnapshotWriter:
             return taken
 
     def abort(self, reason: str) -> None:
-        """Rank 0: stop waiting for the parts of other ranks."""
-        if self._channel is not None:
-            self._channel.send({"do": "abort", "reason": reason})
+        """Rank 0: wait no longer for the parts of other ranks, of the snapshot that is being written."""
+        channel, step = self._channel, self._writing
+        if channel is not None and step is not None:
+            with suppress(OSError):  # the writer is gone: nobody waits
+                channel.send({"do": "abort", "step": step, "reason": reason})
 
     def upload(self, job: Job) -> None:
         """A snapshot that is on disk already, if it is not there yet. Call it while nothing is in flight."""
@@ -170,15 +178,20 @@ class SnapshotWriter:
                 if self._channel is not None and self._remote is not None:
                     self._exchange(0, {"do": "finish"}, ("finished",))
                 return
+            self._writing = item.job.step
             try:
                 item.staged.wait()
                 self._exchange(item.job.step, {"do": "write", "job": item.job.plain()}, ("durable", "failed"))
             except Exception as error:
                 self._fail(item.job.step, f"{type(error).__name__}: {error}")
-            with self._changed:
-                self._open -= 1
-                self._free.append(item.job.buffer)
-                self._changed.notify_all()
+            self._writing = None
+            self._finished(item.job.buffer)
+
+    def _finished(self, buffer: int) -> None:
+        with self._changed:
+            self._open -= 1
+            self._free.append(buffer)
+            self._changed.notify_all()
 
     def _exchange(self, step: int, message: Message, until: tuple[str, ...]) -> None:
         """Send, then take news until the answer comes."""
@@ -217,7 +230,7 @@ class SnapshotWriter:
             self.durable, self.seconds = news["step"], news["seconds"]
         elif event == "uploaded":
             self.uploaded = news["step"]
-        elif event == "failed":
+        elif event in ("failed", "not-uploaded"):
             self._fail(news["step"], news["error"])
         elif event == "warning":
             logger().warning("snapshots %s: %s", self.folder.path, news["text"])

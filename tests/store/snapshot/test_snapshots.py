@@ -4,6 +4,8 @@ import errno
 import json
 import os
 import signal
+import socket
+import threading
 import time
 
 import pytest
@@ -13,11 +15,13 @@ from safetensors.torch import load_file
 from octavo.base.errors import (
     CheckpointError,
     ConfigError,
+    InputError,
     MismatchError,
     PreemptedError,
     RefusedError,
     UnsupportedError,
 )
+from octavo.store.snapshot.channel import Channel
 from octavo.store.snapshot.files import Files
 from octavo.store.snapshot.folder import SnapshotFolder
 from octavo.store.snapshot.process import start_process
@@ -264,9 +268,59 @@ def test_other_states_come_along_and_must_be_json(new):
         make_state(extra={"guard": Keeps(object())}).small_files(0, 1, {})
 
 
+def test_a_folder_that_cannot_be_written_is_named_before_training():
+    with pytest.raises(InputError, match="/proc/octavo"):
+        Snapshots("/proc/octavo/snapshots", every=1).find()
+
+
 def test_settings_that_cannot_work(tmp_path):
     with pytest.raises(ConfigError, match="keep_last=0"):
         Snapshots(tmp_path, every=1, keep_last=0)
     with pytest.raises(ConfigError, match="before find or start"):
         Snapshots(tmp_path, every=1).step_done(1)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_failure_on_another_rank_ends_the_wait_for_it(new):
+    snapshots, state = new(every=1), make_state()
+    snapshots.start(state)
+    session = snapshots.session
+    session.ranks.world = 2  # whose rank 1 never writes
+    train(state, snapshots, 0, 1)
+    while snapshots.writer._writing is None:
+        time.sleep(0.001)
+    snapshots.writer.abort("a failure on another rank")
+    with pytest.raises(RefusedError, match=r"rank 1 has not written its part of .*; got a failure on another rank"):
+        snapshots.close()
+    assert SnapshotFolder(snapshots.path).steps() == []
+
+
+def test_news_of_an_upload_is_no_answer_to_a_write(new):
+    """A buffer that counted as free too early would be overwritten while it is written."""
+
+    class Ended:
+        pid = 0
+
+        def wait(self, timeout=None):
+            return 0
+
+    def start(folder, lock):
+        ours, theirs = socket.socketpair()
+        channel = Channel(theirs)
+
+        def answer():
+            while (message := channel.receive()) is not None:
+                if message["do"] == "write":
+                    channel.send({"event": "not-uploaded", "step": 0, "error": "an earlier one"})
+                    time.sleep(0.05)
+                    channel.send({"event": "durable", "step": message["job"]["step"], "kind": "full", "seconds": 0.0})
+            channel.close()
+
+        threading.Thread(target=answer, daemon=True).start()
+        return ours, Ended()
+
+    snapshots, state = new(start=start), make_state()
+    train(state, snapshots, snapshots.start(state), 2)
+    snapshots.writer.drain()
+    assert snapshots.durable == 2
+    snapshots.close()
