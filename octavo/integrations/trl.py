@@ -7,7 +7,7 @@ import json
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,7 @@ from octavo.integrations.data import TextData
 from octavo.integrations.snapshots import SnapshotCallback
 from octavo.store.run import RunFolder
 from octavo.store.snapshot.session import Resume
+from octavo.store.snapshot.signals import AWS
 
 
 @dataclass(frozen=True)
@@ -245,6 +246,25 @@ def _arguments(options: SftOptions, run: RunFolder, on_cpu: bool) -> SFTConfig:
         bf16=not on_cpu,
         dataloader_pin_memory=not on_cpu,
         disable_tqdm=True,
+    )
+
+
+def run_snapshots(run: RunFolder, source: str, settings: Mapping[str, Any]) -> SnapshotCallback:
+    """Snapshots of a run folder. source: fingerprint of its model. settings: the names and values of FinetuneConfig."""
+    return SnapshotCallback(
+        run.snapshots,
+        every=settings["save_every"],
+        adapter_every=settings["adapter_only_every"],
+        keep_last=settings["keep"],
+        keep_every=settings["keep_every"],
+        best="held-out perplexity" if settings["keep_best"] else None,
+        remote=settings["snapshot_url"],
+        grace=settings["grace"],
+        spot=AWS if settings["spot"] else None,
+        base=source,
+        extra={"policy": run},
+        settings={},  # RunFolder.require_settings compares them long before the model is loaded
+        exits=False,
     )
 
 

@@ -30,7 +30,6 @@ from octavo.store.manifest import Manifest, fingerprint
 from octavo.store.policy import Policy, PolicyEntry
 from octavo.store.run import RunFolder, whole_folder
 from octavo.store.scales import Scales
-from octavo.store.snapshot.signals import AWS
 from octavo.store.tensors import Checkpoint
 
 EVAL_CONTEXT = 512  # as octavo eval has it, so that the figures compare
@@ -331,7 +330,7 @@ def _trainer(
     model: Any, tokenizer: Any, data: TextData, config: FinetuneConfig, run: RunFolder, source: str
 ) -> tuple[Any, Any]:
     """Everything that can be wrong with data and settings shows here, before the run folder has a file."""
-    from octavo.integrations.trl import Recorder, SftOptions, build_trainer
+    from octavo.integrations.trl import Recorder, SftOptions, build_trainer, run_snapshots
 
     settings = config.model_dump()
     settings["packing"] = data.kind == "text" if config.packing is None else config.packing
@@ -339,7 +338,7 @@ def _trainer(
     if config.gradient_checkpointing is None:
         settings["gradient_checkpointing"] = next(model.parameters()).device.type != "cpu"
     options = SftOptions(**{field.name: settings[field.name] for field in fields(SftOptions)})
-    recorder, snapshots = Recorder(run), _snapshots(config, run, source)
+    recorder, snapshots = Recorder(run), run_snapshots(run, source, settings)
     existed = run.path.exists()
     try:
         return build_trainer(model, tokenizer, data, options, run, recorder, snapshots), snapshots
@@ -347,26 +346,6 @@ def _trainer(
         if run.path.exists() and not existed:
             run.path.rmdir()  # the Trainer makes it
         raise
-
-
-def _snapshots(config: FinetuneConfig, run: RunFolder, source: str) -> Any:
-    from octavo.integrations.snapshots import SnapshotCallback
-
-    return SnapshotCallback(
-        run.snapshots,
-        every=config.save_every,
-        adapter_every=config.adapter_only_every,
-        keep_last=config.keep,
-        keep_every=config.keep_every,
-        remote=config.snapshot_url,
-        settings={},  # RunFolder.require_settings has compared them, long before the model was loaded
-        base=source,
-        grace=config.grace,
-        spot=AWS if config.spot else None,
-        exits=False,
-        extra={"policy": run},
-        best="held-out perplexity" if config.keep_best else None,
-    )
 
 
 def _train(

@@ -106,7 +106,7 @@ def test_finetune_trains_with_it_and_export_follows(tiny_llama_128, policy, tmp_
     }
     settings |= {"model": str(tiny_llama_128), "data": str(tmp_path / "train.txt"), "out": tmp_path / "run"}
     finetune(FinetuneConfig(policy=policy, **settings))
-    assert finetune(FinetuneConfig(policy=policy, resume=True, **{**settings, "max_steps": 3})).resumed_from == 2
+    assert finetune(FinetuneConfig(policy=policy, resume="auto", **{**settings, "max_steps": 3})).resumed_from == 2
     kept = RunFolder(tmp_path / "run").read_policy().modules
     assert kept[KEPT].precision == "16bit" and kept[ROWS].scheme == "channel" and kept[FP8].precision == "fp8"
     base = open_model(tmp_path / "run").model.get_submodule(f"base_model.model.{KEPT}")
@@ -120,11 +120,11 @@ def test_finetune_trains_with_it_and_export_follows(tiny_llama_128, policy, tmp_
     changed.modules[FP8] = PolicyEntry(precision="16bit")
     changed.write(tmp_path / "changed.json")
     with pytest.raises(MismatchError, match="other settings: policy"):
-        finetune(FinetuneConfig(policy=tmp_path / "changed.json", resume=True, **settings))
+        finetune(FinetuneConfig(policy=tmp_path / "changed.json", resume="auto", **settings))
     kept = policy.read_bytes()
     policy.write_bytes((tmp_path / "changed.json").read_bytes())
     try:
         with pytest.raises(MismatchError, match=f"another policy: {FP8}"):
-            finetune(FinetuneConfig(policy=policy, resume=True, **settings))
+            finetune(FinetuneConfig(policy=policy, resume="auto", **settings))
     finally:
         policy.write_bytes(kept)

@@ -33,6 +33,7 @@ class Worker:
         self.pool = ThreadPoolExecutor(THREADS)
         self.uploader: Uploader | None = None
         self.messages: list[Message | None] = []
+        self.aborted: dict[int, str] = {}  # step -> why nobody need wait for it
         self._orphan_until = 0.0
 
     def run(self) -> None:
@@ -45,6 +46,8 @@ class Worker:
                 self.uploader = Uploader(self.folder, message, self.channel.send)
             elif kind == "write":
                 self._write(Job.of(message["job"]))
+            elif kind == "abort":
+                self.aborted[message["step"]] = message["reason"]
             elif kind == "upload" and self.uploader:
                 self.uploader.put(Job.of(message["job"]))
             elif kind == "finish":
@@ -83,6 +86,8 @@ class Worker:
 
     def _given_up(self, step: int) -> str | None:
         """Asked while waiting for other ranks: takes in what the training process says meanwhile."""
+        if step in self.aborted:
+            return self.aborted[step]
         if None in self.messages:
             time.sleep(0.02)
             return "the run was killed" if time.monotonic() >= self._orphan_until else None
@@ -90,7 +95,8 @@ class Worker:
             return None
         message = self.channel.receive()
         if message is not None and message["do"] == "abort":
-            return str(message["reason"]) if message["step"] == step else None
+            self.aborted[message["step"]] = message["reason"]
+            return self.aborted.get(step)
         self.messages.append(message)
         self._orphan_until = time.monotonic() + ORPHAN_PATIENCE
         return None

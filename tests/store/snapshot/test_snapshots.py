@@ -287,9 +287,8 @@ def test_a_failure_on_another_rank_ends_the_wait_for_it(new):
     session = snapshots.session
     session.ranks.world = 2  # whose rank 1 never writes
     train(state, snapshots, 0, 1)
-    while snapshots.writer._writing is None:
-        time.sleep(0.001)
-    snapshots.writer.abort("a failure on another rank")
+    while not snapshots.writer.drain(0.05):
+        snapshots.writer.abort("a failure on another rank")
     with pytest.raises(RefusedError, match=r"rank 1 has not written its part of .*; got a failure on another rank"):
         snapshots.close()
     assert SnapshotFolder(snapshots.path).steps() == []
