@@ -272,7 +272,7 @@ class Harness:
     def _end(self, way: str, log: Path, known: int) -> None:
         """Wait until the life has taken some steps and a moment more, or is over; then end what is left of it."""
         codes: dict[int, int] = {}
-        steps = self.dice.randint(0, 9) * self.world
+        steps = self.dice.randint(0, self.steps // 3) * self.world
         deadline, over = None, time.monotonic() + 120
         while len(codes) < self.world:
             for pid in self.pids:
@@ -351,10 +351,10 @@ def load_lora(folder: Path) -> nn.Module:
     return model.train()
 
 
-def run(kills: int, kind: str, root: Path, seed: int = 0, lora: nn.Module | None = None, steps: int = 24) -> dict:
+def run(kills: int, kind: str, root: Path, seed: int = 0, lora: nn.Module | None = None) -> dict:
     torch.set_num_threads(1)
     world = 2 if kind == "sharded" else 1
-    harness = Harness(Training(kind, lora), root, steps, world, random.Random(seed))
+    harness = Harness(Training(kind, lora), root, 9 if lora else 24, world, random.Random(seed))
     harness.warm()
     started, number, shown = time.monotonic(), 0, 0
     want = harness.curve()

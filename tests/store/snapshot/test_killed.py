@@ -29,7 +29,7 @@ def kill(model, kills, *more):
     assert done.stdout, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert done.returncode == 0 and found["wrong"] == [], found
-    assert found["kills"] >= kills and found["resumed"] > kills // 3, found
+    assert found["kills"] >= kills and found["resumed"] > kills // 4, found
     # A life may end with one snapshot not yet on disk, and just before the next is taken.
     assert max(map(int, found["steps_lost"])) <= 2 * found["every"], found
     return found
@@ -46,7 +46,7 @@ def test_losses_are_those_of_a_run_nobody_killed(model, kills):
 @pytest.mark.slow
 def test_a_real_model_with_lora_is_killed(demo_model):
     """SmolLM2-135M in FP8, LoRA with dropout."""
-    kill("lora", 4, "--demo", demo_model)
+    kill("lora", 3, "--demo", demo_model)
 
 
 @pytest.mark.soak
