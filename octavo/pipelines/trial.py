@@ -18,7 +18,7 @@ from octavo.base.errors import RefusedError, UnsupportedError
 from octavo.base.log import logger
 from octavo.pipelines.trial_process import Ended, run_group
 from octavo.pipelines.trial_report import TrialReport, Tried
-from octavo.workflows.plan import PlanConfig
+from octavo.workflows.plan import PlanConfig, why_not
 from octavo.workflows.planner.memory import Memory, Setup, memory
 from octavo.workflows.planner.report import PlanReport
 from octavo.workflows.planner.source import read_model
@@ -43,9 +43,9 @@ def trial(
     RefusedError where the plan has nothing that octavo finetune runs, or the batch does not divide; UnsupportedError
     where no candidate ran at all, with the reasons.
     """
-    if config.method != "lora" or config.checkpointing == "selective" or config.saved_fp8:
+    if why := why_not(config):
         raise RefusedError(
-            "trial: octavo finetune does not run these settings", fix="Plan LoRA, checkpointing none or full."
+            f"trial: octavo finetune does not run {why}", fix="Plan LoRA with checkpointing none or full."
         )
     if config.batch % processes:
         need = f"a multiple of {processes}"

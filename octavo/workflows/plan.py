@@ -111,7 +111,7 @@ def plan(config: PlanConfig) -> PlanReport:
         rejected=[Rejection(where=r.where, what=r.what, reason=r.reason) for r in rejected],
         notes=_notes(config, model, found, rejected),
         run=run,
-        command=_command(config, best) if run else None,
+        command=_command(config) if run else None,
     )
     if config.write is not None:
         write_run(config.write, report)
@@ -188,7 +188,7 @@ def _order(by: str) -> Any:
 
 def _run(config: PlanConfig, best: Candidate | None, steps: int | None) -> dict[str, Any] | None:
     """Settings of octavo finetune: its names, nothing else."""
-    if best is None or not _runs(config):
+    if best is None or why_not(config, best.setup.world):
         return None
     values: dict[str, Any] = {
         "model": hub_id(config.model),
@@ -208,20 +208,21 @@ def _run(config: PlanConfig, best: Candidate | None, steps: int | None) -> dict[
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _runs(config: PlanConfig) -> bool:
-    return config.method == "lora" and config.checkpointing != "selective" and not config.saved_fp8
+def why_not(config: PlanConfig, gpus: int = 1) -> str:
+    """What octavo finetune does not run yet, or nothing."""
+    cannot = {
+        "method full": config.method == "full",
+        "checkpointing selective": config.checkpointing == "selective",
+        "activations saved in FP8": config.saved_fp8,
+        "a fused loss": config.fused_loss,
+        "several GPUs: plan with --max-gpus 1": gpus > 1,
+    }
+    return next((name for name, true in cannot.items() if true), "")
 
 
-def _command(config: PlanConfig, best: Candidate | None) -> str | None:
-    if best is None:
-        return None
-    file = config.write or "run.yaml"
+def _command(config: PlanConfig) -> str:
     missing = " ".join(f"--{name} {name.upper()}" for name in ("data", "out") if getattr(config, name) is None)
-    launch = "octavo"
-    if best.setup.world > 1:
-        nodes = f"--nnodes {best.nodes} " if best.nodes > 1 else ""
-        launch = f"torchrun {nodes}--nproc-per-node {best.machine.gpus} -m octavo"
-    return f"{launch} finetune {file} {missing}".strip()
+    return f"octavo finetune {config.write or 'run.yaml'} {missing}".strip()
 
 
 def _notes(config: PlanConfig, model: Model, found: list[Candidate], rejected: list[Rejected]) -> list[str]:
@@ -239,9 +240,6 @@ def _notes(config: PlanConfig, model: Model, found: list[Candidate], rejected: l
         notes.append("logits dominate the memory: a fused cross-entropy (--fused-loss to plan with it) removes them")
     if config.spot and not any(one.price is not None for one in found):
         notes.append("spot prices change by the hour and are not in the table: give them with --prices")
-    if best and best.setup.world > 1 and best.setup.sharding == "fsdp":
-        notes.append("sharded runs are planned and not started by octavo finetune alone")
-    if not _runs(config):
-        why = "method full" if config.method == "full" else "this way to save activations"
+    if best and (why := why_not(config, best.setup.world)):
         notes.append(f"no run.yaml: octavo finetune does not run {why}")
     return notes

@@ -150,8 +150,8 @@ def test_run_yaml_is_what_finetune_takes(tmp_path):
 
 def test_run_yaml_without_data_leaves_it_to_the_command(tmp_path):
     file = tmp_path / "run.yaml"
-    report = planned(gpu=("h200",), max_gpus=2, order="time", write=file)
-    assert report.command == f"torchrun --nproc-per-node 2 -m octavo finetune {file} --data DATA --out OUT"
+    report = planned(gpu=("h200",), max_gpus=1, write=file)
+    assert report.command == f"octavo finetune {file} --data DATA --out OUT"
     run = yaml.safe_load(file.read_text())
     assert "data" not in run and run["model"] == "meta-llama/Llama-3.1-8B"
 
@@ -159,6 +159,9 @@ def test_run_yaml_without_data_leaves_it_to_the_command(tmp_path):
 def test_what_finetune_does_not_run_has_no_run_yaml(tmp_path):
     report = planned(method="full", gpu=("b300",))
     assert report.options and report.run is None and "no run.yaml" in report.notes[-1]
+    for settings in ({"max_gpus": 8, "order": "time"}, {"max_gpus": 1, "fused_loss": True}):
+        report = planned(gpu=("h200",), **settings)
+        assert report.options and report.run is report.command is None and "no run.yaml" in report.notes[-1]
     with pytest.raises(ConfigError, match="nothing that octavo finetune could run"):
         planned(method="full", gpu=("b300",), write=tmp_path / "run.yaml")
 
