@@ -105,6 +105,8 @@ def decoder(
             "o_proj": (hidden, heads * dim),
         }
         add(folder, f"{at}.self_attn", shapes)
+        for leaf in ("q_proj", "k_proj", "v_proj") if model_type == "qwen2" else ():
+            folder.tensors[f"{at}.self_attn.{leaf}.bias"] = torch.zeros(shapes[leaf][0]).bfloat16()
         for norm in ("q_norm", "k_norm") if model_type.startswith("qwen3") else ():
             folder.tensors[f"{at}.self_attn.{norm}.weight"] = torch.ones(dim).bfloat16()
         _add_mlp(folder, at, model_type, (hidden, inter, expert_inter), experts)

@@ -21,6 +21,12 @@ LATENT = (
     ("q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
 )
 DENSE = (("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj"))
+# Families without layers for multi-token prediction and without variants that add modules to a layer.
+PLAIN = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"})
+IN_LAYERS = frozenset(leaf for leaves in (*ATTENTION, *DENSE) for leaf in leaves) | {*NORMS, "q_norm", "k_norm", "gate"}
+IN_LAYERS |= {"w1", "w2", "w3", "experts", "self_attn", "attn", "k_cache", "v_cache", "rotary_emb"}
+BIASED = {"qwen2": ("q_proj", "k_proj", "v_proj"), "qwen2_vl": ("q_proj", "k_proj", "v_proj")}
+BIASED |= dict.fromkeys(("qwen2_moe", "qwen2_5_vl"), BIASED["qwen2"])
 _PREFIX = re.compile(r"^(.*?)\.?layers\.\d+\.")
 
 
@@ -85,6 +91,22 @@ def _check_experts(model: Model, out: Findings, fix: str) -> None:
                 out.error("weight-missing", where, "This expert's matrix is missing; the other experts have it.", fix)
 
 
+def check_strangers(model: Model, name: str, out: Findings) -> None:
+    """For an engine that stops at names it has no module for: extra layers, and what no layer of the family has."""
+    count = model.checkpoint.layers
+    if model.model_type not in PLAIN or model.is_wrapper or count is None:
+        return
+    for index, modules in model.layers.items():
+        if index >= count:
+            text = f"config.json has {count} layers; {name} has no module for this one and stops."
+            out.error("extra-layer", modules[0].name, text, "Set num_hidden_layers, or remove the layer.")
+            continue
+        for module in modules:
+            if module.leaf not in IN_LAYERS and set(module.leaves) - {"bias"}:
+                text = f"No layer of {model.model_type} has a {module.leaf}: {name} has no module for it and stops."
+                out.error("unexpected-tensor", next(iter(module.leaves.values())).name, text, "Remove the tensor.")
+
+
 def _is_causal(model: Model) -> bool:
     return model.architecture.endswith(("ForCausalLM", "ForConditionalGeneration"))
 
@@ -110,6 +132,10 @@ def _check_family(model: Model, layers: dict[int, list[Module]], count: int | No
         where = f"{match[1]}.layers.{index}" if match else f"layers.{index}"
         for part, leaf in _absent(model, modules):
             out.error("weight-missing", f"{where}.{part}{leaf}.weight", f"This layer has no {leaf}.", fix)
+        for module in modules:
+            if module.leaf in BIASED.get(model.model_type, ()) and module.weight and "bias" not in module.leaves:
+                text = f"{model.model_type} has a bias here: engines leave it uninitialised or make values up."
+                out.error("bias-missing", f"{module.name}.bias", text, fix)
 
 
 def _absent(model: Model, modules: list[Module]) -> list[tuple[str, str]]:

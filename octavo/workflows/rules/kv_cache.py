@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from octavo.formats.architectures import layer_index
-from octavo.workflows.rules.findings import CONFIG, Findings
+from octavo.workflows.rules.findings import CONFIG, Findings, Severity
 from octavo.workflows.rules.kernels import CPU, SM
 from octavo.workflows.rules.model import Model, Stored
 from octavo.workflows.rules.scheme import Scheme
@@ -30,6 +30,7 @@ FUSED = re.compile(r"\.kv_scale$")
 LOOKS_LIKE = re.compile(r"\.(k|v|kv|key|value)_?(cache)?_?scale(_inv)?$|\.[kv]_proj\.output_scale$")
 LINEAR = frozenset({"weight_scale", "weight_scale_inv", "input_scale"})  # of the many, none is a cache's
 NATIVE_SM = (8, 9)
+NAMES = "Name it ...self_attn.k_scale or ...self_attn.v_scale."
 
 
 def kv_scales(model: Model) -> tuple[dict[str, dict[str, Stored]], list[Stored]]:
@@ -64,8 +65,12 @@ def check_kv_cache(engine: str, model: Model, scheme: Scheme, sm: SM, out: Findi
     known, strange = kv_scales(model)
     where = f"{scheme.key}.kv_cache_scheme"
     for stored in strange:
-        text = f"{stored.name} looks like a KV-cache scale and has no spelling that engines know; it would be dropped."
-        out.warn("kv-scale-name", stored.name, text, "Name it ...self_attn.k_scale or ...self_attn.v_scale.")
+        text = f"{stored.name} looks like a KV-cache scale and has no spelling that engines know"
+        fate = "vLLM stops at it" if engine == "vllm" else "it would be dropped"
+        severity: Severity = "error" if engine == "vllm" else "warn"
+        out.add(severity, "kv-scale-name", stored.name, f"{text}; {fate}.", NAMES)
+    if engine == "vllm" and scheme.method != "fp8":
+        _output_scales(known, out)
     if scheme.kv is None:
         if known:
             text = "KV-cache scales are stored; engines use them only with an FP8 KV cache (--kv-cache-dtype fp8)."
@@ -87,6 +92,12 @@ def check_kv_cache(engine: str, model: Model, scheme: Scheme, sm: SM, out: Findi
             if elements != 1 and not per_head:
                 text = f"KV-cache scale expects a scalar weight, got shape {list(stored.shape)}."
                 out.error("kv-scale-shape", stored.name, text, "Store one value per layer.")
+
+
+def _output_scales(known: dict[str, dict[str, Stored]], out: Findings) -> None:
+    for stored in (s for pair in known.values() for s in pair.values() if s.name.endswith(".output_scale")):
+        text = f"vLLM reads the spelling output_scale only with quant_method fp8, and stops at {stored.name}."
+        out.error("kv-scale-name", stored.name, text, NAMES)
 
 
 def _check_scheme(engine: str, kv: dict[str, Any], where: str, out: Findings) -> bool:

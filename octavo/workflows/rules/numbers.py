@@ -18,10 +18,15 @@ from octavo.workflows.rules.scheme import Scheme
 
 # Weights of trained linears have rms * sqrt(K) between about 0.05 and 30; a scale stored as its reciprocal, or without
 # the division by 448, leaves that range by factors of 100 and more.
-GAIN_MAX, GAIN_ODD = 2000.0, 150.0
+GAIN_MAX, GAIN_ODD = 150.0, 60.0
 GAIN_MIN = 2e-4
+MEDIAN_MIN, MEDIAN_OF = 0.01, 6  # of all matrices of a model: a few may be nearly dead, half of them are not
 PEAK_MAX = 5000.0
-TOPS_ODD, TOPS_BAD = 0.03, 0.25
+# Uniform weights, as layers are initialized, have 3.6 % of their codes at 448 under an absmax scale.
+TOPS_ODD, TOPS_BAD = 0.05, 0.25
+# Frequencies fall towards the largest code, 448, which stands for half as wide an interval as 416 below it. More of it
+# than of 416 is what clipping leaves behind: a scale too small, or an update added to the codes.
+SPIKE, SPIKE_SHARE = 1.5, 0.01
 ZEROS_ODD = 0.65
 THREADS = 2
 THREADS_FROM = 32 << 20  # bytes
@@ -54,15 +59,22 @@ def check_numbers(model: Model, scheme: Scheme, out: Findings, advance: Callable
     """Every tensor of the folder, in the order of its bytes; two threads, a few slices in memory."""
     owners = {stored.name: module for module in model.modules.values() for stored in module.leaves.values()}
 
+    gains: list[float] = []
+
     def look(name: str) -> list[tuple[str, str, str, str, str]]:
         local = Findings()
-        _check_tensor(model, scheme, owners[name], name, local)
+        _check_tensor(model, scheme, owners[name], name, gains, local)
         advance(float(model.checkpoint.info(name).nbytes))
         return [(f.severity, f.code, f.where, f.message, f.fix) for f in local.all()]
 
     for found in in_threads(look, model.checkpoint.names(), model.checkpoint.nbytes):
         for severity, code, where, message, fix in found:
             out.add(severity, code, where, message, fix)  # type: ignore[arg-type]
+    if len(gains) >= MEDIAN_OF and (middle := sorted(gains)[len(gains) // 2]) < MEDIAN_MIN:
+        text = (
+            f"Half of the {len(gains)} FP8 weights have rms * sqrt(K) below {middle:.2g}; trained ones have 0.05 to 30."
+        )
+        out.error("scale-implausible", scheme.key, f"{text} The scales are too small.", REQUANTIZE)
 
 
 def in_threads(look: Callable[[T], R], items: Sequence[T], nbytes: int) -> Iterator[R]:
@@ -74,7 +86,7 @@ def in_threads(look: Callable[[T], R], items: Sequence[T], nbytes: int) -> Itera
         yield from pool.map(look, items)
 
 
-def _check_tensor(model: Model, scheme: Scheme, module: Module, name: str, out: Findings) -> None:
+def _check_tensor(model: Model, scheme: Scheme, module: Module, name: str, gains: list[float], out: Findings) -> None:
     checkpoint = model.checkpoint
     shape, dtype = checkpoint.shape(name), checkpoint.dtype(name)
     if 0 in shape:
@@ -86,7 +98,7 @@ def _check_tensor(model: Model, scheme: Scheme, module: Module, name: str, out: 
         _check_scale(checkpoint.get(name), name, out)
     elif weight is not None and weight.name == name and dtype == torch.float8_e4m3fn:
         if len(shape) >= 2:
-            _check_codes(model, scheme, module, out)
+            _check_codes(model, scheme, module, gains, out)
     elif has_nonfinite(checkpoint, name):
         out.error("not-finite", name, "The tensor holds NaN or Inf.", "Fetch or convert the weights again.")
 
@@ -108,7 +120,7 @@ def _check_scale(scale: torch.Tensor, name: str, out: Findings) -> None:
         out.error("scale-not-positive", name, text, REQUANTIZE)
 
 
-def _check_codes(model: Model, scheme: Scheme, module: Module, out: Findings) -> None:
+def _check_codes(model: Model, scheme: Scheme, module: Module, gains: list[float], out: Findings) -> None:
     weight = module.weight
     assert weight is not None
     found = granularity_of(module, scheme)
@@ -129,7 +141,8 @@ def _check_codes(model: Model, scheme: Scheme, module: Module, out: Findings) ->
     if not scale.dtype.is_floating_point:
         return
     values = scale.double().reshape(granularity.scale_shape(weight.shape)).numpy()
-    _check_magnitude(found[0], weight.shape, stats, values, granularity, out)
+    gain = _check_magnitude(found[0], weight.shape, stats, values, granularity, out)
+    gains += [gain] if gain is not None else []
     if isinstance(granularity, PerBlock):
         _check_grid(found[0], stats, values, out)
 
@@ -140,8 +153,9 @@ def _tiles(granularity: Granularity) -> str:
 
 def _check_spread(name: str, stats: TileStats, granularity: Granularity, out: Findings) -> None:
     fix = REQUANTIZE
-    if stats.tops > TOPS_BAD:
-        text = f"{stats.tops:.0%} of the codes are +-448: the scale is far too small and the weights are clipped."
+    spike = stats.tops > SPIKE * stats.below and stats.tops > SPIKE_SHARE + stats.peak.size / stats.size
+    if stats.tops > TOPS_BAD or (spike and stats.sampled >= 1024):
+        text = f"{stats.tops:.1%} of the codes are +-448, {stats.below:.1%} are +-416: the weights are clipped."
         out.error("saturated", name, text, fix)
     elif stats.tops > TOPS_ODD and stats.sampled >= 1024:
         out.warn("saturated", name, f"{stats.tops:.1%} of the codes are +-448: large weights are clipped.", fix)
@@ -180,11 +194,12 @@ def _check_magnitude(
     scale: Array,
     granularity: Granularity,
     out: Findings,
-) -> None:
+) -> float | None:
+    """Says what is implausible; returns rms * sqrt(K)."""
     per_tile = scale.reshape(-1, 1) if isinstance(granularity, PerRow) else np.broadcast_to(scale, stats.peak.shape)
     good = np.isfinite(per_tile) & (per_tile > 0) & (stats.peak > 0) & np.isfinite(stats.mean_square)
     if not good.any():
-        return
+        return None
     with np.errstate(over="ignore"):
         rms = math.sqrt(float(np.mean(per_tile[good] ** 2 * stats.mean_square[good])))
     gain = rms * math.sqrt(shape[1])
@@ -200,6 +215,7 @@ def _check_magnitude(
     elif gain < GAIN_MIN and stats.zeros < ZEROS_ODD:
         text = f"Dequantized weights have rms {rms:.3g}, far less than is usual for K = {shape[1]}: is the scale right?"
         out.warn("scale-unusual", name, text, "Compare with the 16-bit model: --reference MODEL.")
+    return gain
 
 
 def _plausible(scale: Array, mean_square: Array, cols: int) -> bool:

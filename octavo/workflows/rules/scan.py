@@ -39,7 +39,8 @@ _EXPONENTS: dict[torch.dtype, tuple[torch.dtype, Any, int]] = {
 class TileStats:
     """peak: largest code magnitude of each tile, uint8. mean_square: of the sampled codes of each tile, without scale.
 
-    columns: largest code of each column. zeros, tops: share of zero and of +-448 codes among the `sampled` codes.
+    columns: largest code of each column. zeros, tops, below: share of zero, +-448 and +-416 codes among the `sampled`.
+    size: number of all codes.
     """
 
     peak: Array
@@ -47,7 +48,9 @@ class TileStats:
     columns: Array
     zeros: float
     tops: float
+    below: float
     sampled: int
+    size: int
 
     @property
     def nan_tiles(self) -> int:
@@ -64,7 +67,7 @@ def scan_codes(checkpoint: Checkpoint, name: str, tile: tuple[int, int]) -> Tile
     peaks: list[Array] = []
     squares: list[Array] = []
     columns = np.zeros(cols, dtype=np.uint8)
-    zeros = tops = sampled = 0
+    zeros = tops = below = sampled = 0
     for start in range(0, rows, step):
         codes = checkpoint.matrix(name, start, min(start + step, rows)).view(torch.uint8).numpy()
         masked = np.bitwise_and(codes, 0x7F, out=buffer[: len(codes)])
@@ -74,10 +77,12 @@ def scan_codes(checkpoint: Checkpoint, name: str, tile: tuple[int, int]) -> Tile
         sample, owner = _sample(masked, tile_rows)
         zeros += sample.size - int(np.count_nonzero(sample))
         tops += int(np.count_nonzero(sample == TOP_CODE))
+        below += int(np.count_nonzero(sample == TOP_CODE - 1))
         sampled += sample.size
         squares.append(_mean_squares(sample, owner, len(peaks[-1]), tile_cols))
     share = max(sampled, 1)
-    return TileStats(np.concatenate(peaks), np.concatenate(squares), columns, zeros / share, tops / share, sampled)
+    shares = (zeros / share, tops / share, below / share)
+    return TileStats(np.concatenate(peaks), np.concatenate(squares), columns, *shares, sampled, rows * cols)
 
 
 def _fold_rows(masked: Array, tile_rows: int) -> Array:

@@ -27,6 +27,27 @@ FORMATS = frozenset(
     | {"mxfp8-quantized", "mixed-precision"}
 )
 STATUSES = frozenset({"initialized", "calibration", "frozen", "compressed"})
+# quant_method of what is not about FP8 codes beside scales, in vLLM 0.33, SGLang 0.5.23 or Transformers 5.24.
+OTHER_METHODS = frozenset(
+    {"aqlm", "auto-round", "auto_awq", "auto_gptq", "awq", "awq_marlin", "bitnet", "bitsandbytes", "eetq", "exl2"}
+    | {"experts_int8", "fbgemm_fp8", "fouroversix", "fp_quant", "gguf", "gpt_oss_mxfp4", "gptq", "gptq_marlin", "higgs"}
+    | {
+        "hqq",
+        "humming",
+        "inc",
+        "intel",
+        "marlin",
+        "metal",
+        "moe_wna16",
+        "mxfp4",
+        "mxfp8",
+        "nvfp4",
+        "octavo",
+        "petit_nvfp4",
+    }
+    | {"qoq", "quanto", "quark", "sinq", "spqr", "torchao", "vptq", "w4afp8", "w8a8_fp8", "w8a8_int8"}
+    | {"deepseek_v4_fp8", "fp8_per_block", "fp8_per_channel", "fp8_per_tensor", "int8_per_channel_weight_only"}
+)
 # Formats whose weights are plain 8-bit codes beside a scale.
 CODE_FORMATS = frozenset({"float-quantized", "naive-quantized", "int-quantized"})
 
@@ -104,6 +125,11 @@ def read_scheme(checkpoint: Checkpoint, out: Findings) -> Scheme:
         return _compressed_tensors(raw, source, out)
     if method.startswith("modelopt"):
         return _modelopt(raw, source, out)
+    if method not in OTHER_METHODS:
+        text = (
+            f"quant_method {raw['quant_method']!r} is known to no engine: vLLM and SGLang stop, Transformers skips it."
+        )
+        out.error("quant-method", f"{source}: quant_method", text, CONFIG)
     return Scheme(method, raw, source)
 
 
@@ -166,7 +192,8 @@ def _native(raw: dict[str, Any], source: str, out: Findings) -> Scheme:
         out.error("block-size", f"{where}.weight_block_size", text, CONFIG)
     fmt = raw.get("fmt", "e4m3")
     if isinstance(fmt, str) and "e5m2" in fmt.lower():
-        out.error("weight-dtype", f"{where}.fmt", f"fmt is {fmt}; only e4m3 weights are supported.", CONFIG)
+        text = f"fmt is {fmt}; engines take weights for e4m3, whatever it says."
+        out.warn("weight-dtype", f"{where}.fmt", text, CONFIG)
     ignored = names(raw.get("ignored_layers"), f"{where}.ignored_layers", out)
     skip = ignored or names(raw.get("modules_to_not_convert"), f"{where}.modules_to_not_convert", out)
     weights = Weights("block" if block else "tensor", block, activation, "group" if block else "tensor")

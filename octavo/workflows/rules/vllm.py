@@ -25,6 +25,7 @@ from octavo.workflows.rules.engine import (
     listed,
     modelopt_exclude,
 )
+from octavo.workflows.rules.expected import check_strangers
 from octavo.workflows.rules.experts import check_schemes, listed_inside, stacked_experts, stacked_only
 from octavo.workflows.rules.findings import CONFIG, REQUANTIZE, WRITE_ANEW, Findings
 from octavo.workflows.rules.model import Model, Module
@@ -71,6 +72,7 @@ def plan(model: Model, scheme: Scheme, target: Target, out: Findings) -> Plan:
         _compressed_tensors(model, scheme, result, out)
     elif scheme.method == "modelopt":
         _modelopt(model, scheme, result, out)
+    check_strangers(model, VOICE.name, out)
     stacked_only(model, STACKED_ONLY, VOICE.name, result, out)
     return result
 
@@ -237,6 +239,9 @@ def _check_groups(scheme: Scheme, out: Findings) -> None:
                 f"No compressed-tensors compatible scheme was found: format is {fmt!r}, FP8 codes are float-quantized."
             )
             out.error("format", f"{scheme.key}.format", text, CONFIG)
+        if weights.strategy == "block" and weights.activation == "none":
+            text = "vLLM's weight-only scheme stops at block scales without input_activations (AssertionError)."
+            out.error("block-weight-only", f"{where}.input_activations", text, f"Declare groups of 128. {CONFIG}")
         if weights.strategy not in ("tensor", "channel", "block"):
             text = f"No compressed-tensors compatible scheme was found for strategy {weights.strategy}."
             out.error("strategy", f"{where}.weights.strategy", text, REQUANTIZE)
