@@ -44,7 +44,7 @@ def stopped(name, scheme, layout, activation, fp8_experts, blocks):
     if layout == "native" and name in LLAMA_LOADERS and blocks:
         found["sglang"] = "scales-dropped"  # its Llama loader renames the scales away
     if layout == "ct" and scheme == "block128" and activation == "none":
-        found["sglang"] = "block-weight-only"
+        found["sglang"] = found["vllm"] = "block-weight-only"
     if layout == "native" and scheme == "tensor":
         found["transformers"] = "scale-name"  # it looks for weight_scale_inv
     if layout == "ct" and "experts" in blocks:

@@ -241,7 +241,8 @@ def _check_groups(scheme: Scheme, out: Findings) -> None:
             out.error("format", f"{scheme.key}.format", text, CONFIG)
         if weights.strategy == "block" and weights.activation == "none":
             text = "vLLM's weight-only scheme stops at block scales without input_activations (AssertionError)."
-            out.error("block-weight-only", f"{where}.input_activations", text, f"Declare groups of 128. {CONFIG}")
+            fix = "Declare dynamic input_activations in groups of 128, or quantize by channel: `--scheme channel`."
+            out.error("block-weight-only", f"{where}.input_activations", text, fix)
         if weights.strategy not in ("tensor", "channel", "block"):
             text = f"No compressed-tensors compatible scheme was found for strategy {weights.strategy}."
             out.error("strategy", f"{where}.weights.strategy", text, REQUANTIZE)
