@@ -75,7 +75,7 @@ def read_raw_header(path: Path, file: str) -> tuple[RawHeader | None, list[Probl
 def check_shape(entry: Any) -> tuple[str, tuple[int, ...], int, int]:
     """dtype as written, shape, begin and end of one entry. KeyError, TypeError, ValueError: malformed."""
     dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-    if not all(isinstance(n, int) and n >= 0 for n in (*shape, begin, end)):
+    if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):  # true is an int, and no size
         raise TypeError
     return dtype, shape, begin, end
 
