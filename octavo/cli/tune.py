@@ -28,6 +28,7 @@ def tune(
     layout: Annotated[str | None, option("Of the files to come.", "ct", "ct|native|memory")] = None,
     scale_format: Annotated[str | None, option("po2: powers of two.", "fp32", "fp32|po2")] = None,
     rounding: Annotated[str | None, option("Onto the FP8 grid.", "nearest", "nearest|compensated")] = None,
+    method: Annotated[str | None, option("Of scales; the best for the rounding.", None, "absmax|mse|hessian")] = None,
     activation: Annotated[str | None, option("While measured.", "none", "none|token|group128")] = None,
     skip: Annotated[list[str] | None, option("Stays in 16 bit: a name, a glob, or re:...", None, "PATTERN")] = None,
     moments: Annotated[Path | None, option("For compensated; by default gathered now.", None, "DIR")] = None,

@@ -48,11 +48,11 @@ class TuneConfig(Config):
     budget: `kl=0.003`, the largest mean divergence from the 16-bit model, nats per token: the fewest bytes win. keep:
     `2%`, the largest share of the checkpoint's bytes in layers kept in 16 bit: the least divergence wins. Both: the
     budget, as long as the share allows.
-    scheme, scale_format, rounding, skip: as in quantize. alternatives: schemes that a layer may take instead. layout:
-    of the files to come, `ct` or `native`, or `memory` for octavo.load, which takes every ragged edge. activation: what
-    the linears do to their inputs while measured. moments: for compensated rounding; gathered from `data` by default.
-    data: text; its calibration part, `samples` windows, serves the rounding, `tokens` of other text the measurements.
-    checks: layers that are also measured alone.
+    scheme, scale_format, rounding, method, skip: as in quantize. alternatives: schemes that a layer may take instead.
+    layout: of the files to come, `ct` or `native`, or `memory` for octavo.load, which takes every ragged edge.
+    activation: what the linears do to their inputs while measured. moments: for compensated rounding; gathered from
+    `data` by default. data: text; its calibration part, `samples` windows, serves the rounding, `tokens` of other text
+    the measurements. checks: layers that are also measured alone.
     """
 
     model: str
@@ -64,6 +64,7 @@ class TuneConfig(Config):
     layout: Literal["ct", "native", "memory"] = "ct"
     scale_format: Literal["fp32", "po2"] = "fp32"
     rounding: Literal["nearest", "compensated"] = "nearest"
+    method: Literal["absmax", "mse", "hessian"] | None = None
     activation: Literal["none", "token", "group128"] = "none"
     skip: tuple[str, ...] = ()
     moments: Path | None = None
@@ -167,7 +168,7 @@ class Tuning:
     def __init__(self, config: TuneConfig, say: Say) -> None:
         self.config = config
         self.source = Checkpoint.open(resolve_model(config.model))
-        rule = {"scale_format": config.scale_format, "rounding": config.rounding}
+        rule = config.model_dump(include={"scale_format", "rounding", "method"})
         schemes = dict.fromkeys((config.scheme, *config.alternatives))
         recipes = [Recipe.named(name, skip=config.skip, **rule) for name in schemes]
         self.base = recipes[0]
@@ -307,9 +308,9 @@ class Tuning:
         return sorted(found, key=lambda entry: -entry.kl)
 
     def curve(self) -> list[Point]:
-        """Predicted, evenly over the bytes, and everything that was measured, by size."""
+        """Predicted, closer together where few layers stay in 16 bit, and everything that was measured, by size."""
         found = choices(self.units, self.losses, self.bytes_16bit)
-        steps = {round(i * (len(found) - 1) / CURVE) for i in range(CURVE + 1)}
+        steps = {round((i / CURVE) ** 2 * (len(found) - 1)) for i in range(CURVE + 1)}
         points = [self._point(picks_of(self.units, found[i]), self.additivity * found[i].loss) for i in sorted(steps)]
         for picks, facts in self.points.values():
             points.append(self._point(picks, facts["kl"], se=facts["se"], measured=True))
@@ -346,9 +347,11 @@ class Tuning:
         """What to do with the policy."""
         config, policy = self.config, self.config.out / POLICY
         if config.layout == "memory":
-            return [f"octavo.load({config.model!r}, policy={str(policy)!r})"]
+            rounding = f", rounding='compensated', moments={str(self.moments)!r}" if self.moments else ""
+            return [f"octavo.load({config.model!r}, policy={str(policy)!r}{rounding})"]
         words = [f"octavo quantize {config.model} OUT --policy {policy} --layout {config.layout}"]
         words += [f"--scale-format {config.scale_format}"] if config.scale_format != "fp32" else []
+        words += [f"--method {config.method}"] if config.method else []
         words += [f"--rounding compensated --moments {self.moments}"] if config.rounding == "compensated" else []
         return [" ".join(words), f"octavo verify OUT --policy {policy}"]
 
