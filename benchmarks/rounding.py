@@ -191,7 +191,14 @@ def rivals(setup: Setup) -> Iterator[dict[str, Any]]:
                 continue
             seconds = json.loads(done.stdout.strip().splitlines()[-1])["seconds"]
             name = f"llm-compressor {recipe}"
-            yield from _rival_lines(judge, name, work / recipe, activation, seconds, ours if recipe == "gptq" else None)
+            yield from _rival_lines(
+                judge,
+                name,
+                work / recipe,
+                activation,
+                seconds,
+                ours if recipe == "gptq" and setup.is_protocol else None,
+            )
 
 
 def _rival_lines(
