@@ -40,7 +40,7 @@ class RequantizeConfig(Config):
 
     model: str
     out: Path
-    target: str
+    target: str = ""
     tp: int = pydantic.Field(1, ge=1, le=1024)
 
     def parts(self) -> tuple[str, str, str]:
@@ -48,7 +48,8 @@ class RequantizeConfig(Config):
         engine, *middle, gpu = self.target.split(":") if ":" in self.target else (self.target, "")
         if not gpu or len(middle) > 1:
             need = "ENGINE:GPU or ENGINE:VERSION:GPU, such as vllm:sm120"
-            raise ConfigError(f"target '{self.target}'", need=need)
+            fix = "Give it with --for, or as `target` in the file."
+            raise ConfigError("the target to requantize for", got=repr(self.target), need=need, fix=fix)
         if engine not in ENGINES:
             raise ConfigError(f"engine '{engine}' is unknown", fix=did_you_mean(engine, ENGINES))
         if middle and not parse_version(middle[0]):

@@ -197,7 +197,7 @@ def test_no_way_to_write_it(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("target", ["vllm", "vlm:sm90", "vllm:sm91", "vllm:new:sm90", "vllm:1:2:sm90", ":", "vllm:"])
+@pytest.mark.parametrize("target", ["", "vllm", "vlm:sm90", "vllm:sm91", "vllm:new:sm90", "vllm:1:2:sm90", "vllm:"])
 def test_targets_that_are_none(target, tmp_path):
     with pytest.raises(ConfigError):
         run(decoder(), tmp_path, target)
