@@ -74,10 +74,13 @@ def read_raw_header(path: Path, file: str) -> tuple[RawHeader | None, list[Probl
 
 def check_shape(entry: Any) -> tuple[str, tuple[int, ...], int, int]:
     """dtype as written, shape, begin and end of one entry. KeyError, TypeError, ValueError: malformed."""
-    dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(shape, list) or not isinstance(offsets, list):
+        raise TypeError  # an empty text would pass for the shape of a scalar
+    begin, end = offsets
     if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):  # true is an int, and no size
         raise TypeError
-    return dtype, shape, begin, end
+    return dtype, tuple(shape), begin, end
 
 
 def truncated(file: str, tensor: str, what: str) -> Problem:

@@ -132,6 +132,7 @@ BROKEN = {
     "a-hole": (spoil_header("[0,96]", "[4,100]"), "bad-header", SECOND),
     "unknown-dtype": (spoil_header('"F32","shape":[4', '"F31","shape":[4'), "bad-dtype", "b.weight"),
     "shape-is-true": (spoil_header("[4,6]", "[4,true]"), "bad-header", "b.weight"),
+    "shape-is-a-text": (spoil_header("[4,6]", '""'), "bad-header", "b.weight"),
     "dtype-is-a-list": (spoil_header('"F32","shape":[4', '["F32"],"shape":[4'), "bad-dtype", "b.weight"),
     "metadata-is-a-number": (spoil_header('"format":"pt"', '"format":1'), "bad-header", SECOND),
     "listed-twice": (
