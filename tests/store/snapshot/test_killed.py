@@ -30,8 +30,9 @@ def kill(model, kills, *more):
     found = json.loads(done.stdout.splitlines()[-1])
     assert done.returncode == 0 and found["wrong"] == [], found
     assert found["kills"] >= kills and found["resumed"] > kills // 4, found
-    # A life may end with one snapshot not yet on disk, and just before the next is taken.
-    assert max(map(int, found["steps_lost"])) <= 2 * found["every"], found
+    # A life may end with one snapshot not yet on disk, just before the next is taken; a writer that is killed takes one
+    # more with it.
+    assert max(map(int, found["steps_lost"])) <= 3 * found["every"], found
     return found
 
 
@@ -40,7 +41,7 @@ def kill(model, kills, *more):
 def test_losses_are_those_of_a_run_nobody_killed(model, kills):
     """Dropout, shuffling, accumulation; sharded: FSDP2 on two gloo ranks."""
     found = kill(model, kills)
-    assert len(found["ways"]) >= 3, found
+    assert model == "sharded" or len(found["ways"]) == 4, found
 
 
 @pytest.mark.slow
