@@ -52,7 +52,7 @@ VLLM: dict[str, dict[SM, Kernel]] = {
     "expert-channel": _OLD
     | {sm: Kernel("CUTLASS grouped GEMM", "w8a8") for sm in ((8, 9), (9, 0), *_NEW)}
     | dict.fromkeys(_RTX, TRITON)
-    | {CPU: Kernel("torch", "w8a8")},
+    | {CPU: NONE},
     "expert-block": _OLD
     | {(8, 9): TRITON, (9, 0): Kernel("Triton (FlashInfer CUTLASS with expert parallelism)", "w8a8")}
     | {sm: Kernel("FlashInfer TRTLLM/CUTLASS", "w8a8") for sm in _NEW}
