@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from octavo.pipelines.tune import TuneConfig
 from octavo.pipelines.tune import tune as tune_policy
+from octavo.pipelines.tune_report import TuneConfig
 from octavo.workflows.calibrate import CalibrateConfig, calibrate
 from octavo.workflows.evaluate import EvaluateConfig, evaluate
 from octavo.workflows.export import ExportConfig, export

@@ -12,7 +12,7 @@ from octavo.cli.common import DTYPES, SCHEMES, AsJson, ConfigFile, Data, Device,
 from octavo.cli.render import number, pairs, size, table
 
 if TYPE_CHECKING:
-    from octavo.pipelines.tune import TuneReport
+    from octavo.pipelines.tune_report import TuneReport
 
 SHOWN, POINTS = 20, 8
 
@@ -47,8 +47,8 @@ def tune(
     Exits with 1 when the budget is out of reach.
     """
     print("Loading ...", file=sys.stderr)
-    from octavo.pipelines.tune import TuneConfig
     from octavo.pipelines.tune import tune as pipeline
+    from octavo.pipelines.tune_report import TuneConfig
 
     settings = TuneConfig.load(config, flags(ctx))
     report = pipeline(settings, say=lambda text: print(text, file=sys.stderr))

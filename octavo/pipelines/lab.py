@@ -20,7 +20,7 @@ from octavo.store.tensors import Checkpoint
 from octavo.store.units import Unit, mixed_recipe
 
 if TYPE_CHECKING:
-    from octavo.pipelines.tune import TuneConfig
+    from octavo.pipelines.tune_report import TuneConfig
 
 FEW = 4  # layers alone are measured on every FEW-th part of the windows
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from octavo.base.page import BOTTOM, HEIGHT, LEFT, TOP, WIDTH, heading, page, table, ticks, verdict
 
 if TYPE_CHECKING:
-    from octavo.pipelines.tune import Point, TuneReport
+    from octavo.pipelines.tune_report import Point, TuneReport
 
 COLUMNS = ("layers", "take", "more bytes", "KL in FP8 alone", "")
 RIGHT = WIDTH - 20

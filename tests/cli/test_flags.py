@@ -21,7 +21,7 @@ CONFIGS = {
     "plan": "octavo.pipelines.plan:PlanJobConfig",
     "quantize": "octavo.workflows.quantize:QuantizeConfig",
     "quickstart": "octavo.pipelines.quickstart:QuickstartConfig",
-    "tune": "octavo.pipelines.tune:TuneConfig",
+    "tune": "octavo.pipelines.tune_report:TuneConfig",
     "requantize": "octavo.workflows.requantize:RequantizeConfig",
     "serve": "octavo.workflows.serve:ServeConfig",
     "verify": "octavo.workflows.verify:VerifyConfig",

@@ -9,7 +9,8 @@ from octavo.base.errors import CheckpointError, ConfigError, DataError, RefusedE
 from octavo.formats.recipe import Recipe
 from octavo.pipelines import tune as module
 from octavo.pipelines.targets import Target, choices, corrected, picks_of, size_of
-from octavo.pipelines.tune import TuneConfig, tune
+from octavo.pipelines.tune import tune
+from octavo.pipelines.tune_report import TuneConfig
 from octavo.store.manifest import fingerprint
 from octavo.store.policy import Policy, PolicyEntry
 from octavo.store.tensors import Checkpoint
