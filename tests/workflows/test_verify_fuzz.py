@@ -1,6 +1,8 @@
 """verify survives any folder: 2,000 mutated checkpoints here, 100,000 in `make soak`."""
 
+import contextlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -9,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from octavo.base.errors import CheckpointError
+from octavo.workflows.verify import VerifyConfig, verify
 from tests.workflows.broken import decoder, quantize
 
 ROOT = Path(__file__).parents[2]
@@ -67,6 +71,24 @@ def check(answer: dict) -> None:
 @pytest.mark.timeout(1800)
 def test_mutated_checkpoints_get_a_verdict(tmp_path):
     check(fuzz(tmp_path, 0, 2000))
+
+
+JSON_FILES = ["config.json", "model.safetensors.index.json", "generation_config.json", "tokenizer_config.json"]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", [*JSON_FILES, "chat_template.json", "hf_quant_config.json"])
+def test_a_pipe_is_not_waited_for(tmp_path, name):
+    """In the folder or in its reference, in place of any JSON file that verify reads."""
+    folder = good_folders(tmp_path / "good") / "ct-static"
+    piped = tmp_path / "piped"
+    shutil.copytree(folder, piped)
+    (piped / name).unlink(missing_ok=True)
+    os.mkfifo(piped / name)
+    verdict = verify(VerifyConfig(folder=piped, reference=folder)).verdict
+    assert verdict == "error" or name not in JSON_FILES[:2]
+    with contextlib.suppress(CheckpointError):
+        verify(VerifyConfig(folder=folder, reference=piped))
 
 
 @pytest.mark.soak

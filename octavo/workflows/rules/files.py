@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from octavo.base.report import UNREADABLE, read_json
 from octavo.formats.architectures import EMBEDDINGS, FUSED, HEADS, ROW_PARALLEL
 from octavo.store.tensors import INDEX, SINGLE, Checkpoint
 from octavo.workflows.rules.findings import REPAIR, REQUANTIZE, Findings
@@ -77,7 +78,7 @@ def _unlisted_shards(checkpoint: Checkpoint, out: Findings) -> None:
 
 
 def _total_size(checkpoint: Checkpoint, out: Findings) -> None:
-    metadata = read_json(checkpoint.folder / INDEX).get("metadata")
+    metadata = read_object(checkpoint.folder / INDEX).get("metadata")
     size = metadata.get("total_size") if isinstance(metadata, dict) else None
     if isinstance(size, int) and not checkpoint.problems and size != checkpoint.nbytes:
         text = f"metadata.total_size is {size}, the tensors have {checkpoint.nbytes} bytes; loaders do not use it."
@@ -126,13 +127,11 @@ def _check_plain(module: Module, leaf: str, stored: Stored, out: Findings) -> No
         out.error("weight-rank", stored.name, f"{stored.text}: loaders want one value for each feature.", fix)
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     """A JSON object, or {} for anything else: callers only compare."""
     try:
-        if path.stat().st_size > JSON_LIMIT:
-            return {}
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, ValueError, RecursionError):
+        value = read_json(path) if path.stat().st_size <= JSON_LIMIT else {}
+    except UNREADABLE:
         return {}
     return value if isinstance(value, dict) else {}
 
@@ -180,7 +179,7 @@ def compare_side_files(folder: Path, reference: Path, out: Findings) -> None:
         ("generation_config.json", None),
         ("config.json", ("eos_token_id", "bos_token_id", "pad_token_id")),
     ):
-        mine, other = read_json(folder / name), read_json(reference / name)
+        mine, other = read_object(folder / name), read_object(reference / name)
         for key in keys or sorted(set(mine) | set(other)):
             if mine and other and key != "transformers_version" and mine.get(key) != other.get(key):
                 text = f"{key} is {mine.get(key)!r}, the reference has {other.get(key)!r}."
@@ -194,7 +193,7 @@ def _same(a: Path, b: Path) -> bool:
     except OSError:
         return False
     if a.suffix == ".json":  # written again by another version: the same content in another layout
-        left, right = read_json(a), read_json(b)
+        left, right = read_object(a), read_object(b)
         return bool(left) and left == right
     return False
 
@@ -208,7 +207,7 @@ def chat_template(folder: Path) -> str | None:
     except (OSError, UnicodeDecodeError):
         return None
     for name in ("chat_template.json", "tokenizer_config.json"):
-        value = read_json(folder / name).get("chat_template")
+        value = read_object(folder / name).get("chat_template")
         if isinstance(value, str):
             return value.strip()
         if isinstance(value, list):
