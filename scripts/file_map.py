@@ -17,6 +17,7 @@ BESIDE = {
     "docs/guide/": "a page per command, run by the tests",
     "docs/adr/": "decisions, one page each",
     "examples/": "small scripts, run by the tests",
+    "scripts/": "environments for the Makefile, and this map",
     "tests/": "mirrors octavo/; tests/house holds the rules",
 }
 

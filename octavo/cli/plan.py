@@ -58,13 +58,14 @@ def plan(
     from octavo.pipelines.plan import PlanJobConfig
     from octavo.pipelines.plan import plan as pipeline
 
-    job = pipeline(PlanJobConfig.load(config, flags(ctx)))
+    settings = PlanJobConfig.load(config, flags(ctx))
+    job = pipeline(settings)
     report, found = job.plan, job.trial
     no = not report.options if found is None else found.micro_batch is None
-    return Result(job, _lines(report) + (_trial(found) if found else []), code=int(no))
+    return Result(job, _lines(report, settings.write) + (_trial(found) if found else []), code=int(no))
 
 
-def _lines(report: PlanReport) -> list[object]:
+def _lines(report: PlanReport, written: Path | None) -> list[object]:
     how = "safetensors headers" if report.from_headers else "formula"
     roles = ", ".join(f"{name} {count:,}" for name, count in sorted(report.by_role.items(), key=lambda i: -i[1]))
     lines: list[object] = [
@@ -86,7 +87,8 @@ def _lines(report: PlanReport) -> list[object]:
     if (more := len(report.rejected) - REASONS) > 0:
         lines.append(f"and {more} more that do not fit: --json lists them")
     lines += [f"note: {note}" for note in report.notes]
-    return lines + ([f"next: {report.command}"] if report.command else [])
+    first = "" if written else "the same with --write run.yaml, then "
+    return lines + ([f"next: {first}{report.command}"] if report.command else [])
 
 
 _COLUMNS = ("where", "how", "GiB", "s/step", "MFU", "USD/Mtok", "hours", "USD")

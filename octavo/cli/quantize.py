@@ -47,17 +47,20 @@ def quantize(
     """Any safetensors checkpoint to FP8: streaming, no GPU, no model class needed."""
     from octavo.workflows.quantize import QuantizeConfig, quantize_checkpoint
 
-    report = quantize_checkpoint(QuantizeConfig.load(config, flags(ctx)))
-    return Result(report, _lines(report))
+    settings = QuantizeConfig.load(config, flags(ctx))
+    report = quantize_checkpoint(settings)
+    return Result(report, _lines(report, settings.kv_cache))
 
 
-def _lines(report: QuantizeReport) -> list[object]:
+def _lines(report: QuantizeReport, kv_cache: str) -> list[object]:
     facts = {
         "written": report.out,
         "size": f"{size(report.bytes_in)} -> {size(report.bytes_out)}",
         "modules": f"{report.quantized} in FP8, {report.kept} in 16 bit",
         "seconds": report.seconds,
     }
+    if kv_cache == "fp8":
+        facts["KV cache"] = "scales for FP8 are stored"
     lines: list[object] = [pairs(facts)]
     kept = Counter(module.reason for module in report.modules if not module.rule)
     lines.append(table(("kept in 16 bit", "modules"), kept.most_common(SHOWN)))

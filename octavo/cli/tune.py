@@ -56,10 +56,10 @@ def tune(
 
 
 def _lines(report: TuneReport) -> list[object]:
-    error = "" if report.kl_se is None else f" ± {report.kl_se:.5f}"
+    error = "" if report.kl_se is None else f" ± {report.kl_se:.2g}"
     facts = {
         "written": report.policy,
-        "divergence": f"KL {report.kl:.5f}{error}, with everything in FP8 {report.kl_fp8:.5f}",
+        "divergence": f"KL {number(report.kl)}{error}, with everything in FP8 {number(report.kl_fp8)}",
         "size": f"{size(report.bytes)}, {report.share:.2%} of it kept in 16 bit; all FP8 {size(report.bytes_fp8)}",
         "weighed": report.weighed,
     }

@@ -39,11 +39,13 @@ def verify(
     from octavo.workflows.verify import VerifyConfig
     from octavo.workflows.verify import verify as workflow
 
-    report = workflow(VerifyConfig.load(config, flags(ctx)))
-    return Result(report, _lines(report), code=1 if report.verdict == "error" else 0)
+    settings = VerifyConfig.load(config, flags(ctx))
+    report = workflow(settings)
+    return Result(report, _lines(report, settings.gpu or "this machine"), code=1 if report.verdict == "error" else 0)
 
 
-def _lines(report: VerifyReport) -> list[object]:
+def _lines(report: VerifyReport, only: str) -> list[object]:
+    """only: the GPU where the report is about one."""
     lines: list[object] = []
     for finding in report.findings:
         concerns = f" ({finding.engine})" if finding.engine else ""
@@ -51,7 +53,7 @@ def _lines(report: VerifyReport) -> list[object]:
         lines += [f"  next: {finding.fix}"] if finding.fix else []
     rows: list[tuple[str, ...]] = []
     for name, engine in report.engines.items():
-        found = {"": (engine.verdict, engine.mode, engine.kernel)}
+        found = {only: (engine.verdict, engine.mode, engine.kernel)}
         found = {gpu: (one.verdict, one.mode, one.kernel) for gpu, one in engine.gpus.items()} or found
         rows += [(f"{name} {engine.version}", gpu, *one) for gpu, one in found.items()]
     if rows:

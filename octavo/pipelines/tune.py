@@ -93,7 +93,7 @@ class Tuning:
         )
         first = sorted(self.units, key=lambda unit: -_density(unit, estimates[self.base.name], self.base.name))
         names = [unit.name for unit in first[: self.config.checks]]
-        title = f"All in FP8, and {len(names)} layers alone, measured"
+        title = f"All in FP8, and layers alone ({len(names)}), measured"
         facts = self.phases.run(f"alone {len(names)}", title, lambda: self.lab.alone(self.all_fp8, names))
         self.measured = facts["alone"]
         self.points["all"] = (self.all_fp8, facts)

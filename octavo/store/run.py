@@ -87,7 +87,9 @@ class RunFolder:
             steps = self.steps()
             have = f"snapshots up to step {steps[-1]}" if steps else "no snapshot"
             raise CheckpointError(
-                f"run {self.path} has no adapter: it did not finish", got=have, fix="Continue it with --resume auto."
+                f"run {self.path} has no adapter: it did not finish",
+                got=have,
+                fix=f"Continue it: octavo finetune {self.config} --resume auto",
             )
 
     def require_settings(self, settings: Mapping[str, Any], free: Set[str]) -> None:

@@ -195,7 +195,7 @@ def test_finetune_is_stopped_and_continues(tiny_llama, tmp_path):
             continue
     process.send_signal(signal.SIGTERM)
     errors = process.communicate()[1]
-    assert process.returncode == 75 and "stopped by SIGTERM" in errors, errors
+    assert process.returncode == 75 and "stopped by SIGTERM" in errors and "with --resume auto" in errors, errors
     folder = SnapshotFolder(tmp_path / "run" / "snapshots")
     (step,) = folder.steps()
     assert folder.problem(step) is None

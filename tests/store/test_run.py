@@ -83,7 +83,7 @@ def test_unfinished_run_says_what_is_missing(tmp_path):
     run.write_policy(Policy(modules={}))
     run.manifest.write_text("{}")
     run.snapshot(5).mkdir(parents=True)
-    with pytest.raises(CheckpointError, match="did not finish; got snapshots up to step 5"):
+    with pytest.raises(CheckpointError, match=r"up to step 5\. Continue it: octavo finetune .*config\.yaml --resume"):
         run.require_finished()
     run.adapter.mkdir()
     run.require_finished()

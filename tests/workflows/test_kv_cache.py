@@ -7,6 +7,7 @@ import pytest
 import safetensors.torch
 
 from octavo.base.errors import ConfigError
+from octavo.cli import main
 from octavo.workflows.calibrate import CalibrateConfig, calibrate
 from octavo.workflows.evaluate import EvaluateConfig, evaluate
 from octavo.workflows.quantize import QuantizeConfig, quantize_checkpoint
@@ -35,6 +36,16 @@ def test_verify_finds_nothing_wrong(tiny_llama_128, calibrated, tmp_path, scheme
     assert report.verdict == "ok", report.findings
     kv = [finding.code for finding in report.findings if finding.code.startswith("kv")]
     assert kv == ([] if layout == "ct" else ["kv-scales-idle"])  # native: used once the flag asks for FP8
+
+
+def test_the_commands_say_that_scales_are_stored_and_for_which_gpu(tiny_llama_128, calibrated, tmp_path, capsys):
+    out = str(tmp_path / "out")
+    assert main.run(["quantize", str(tiny_llama_128), out, "--kv-cache", "fp8", "--scales", str(calibrated[0])]) == 0
+    assert "scales for FP8 are stored" in capsys.readouterr().out
+    assert main.run(["verify", out, "--quick", "--engine", "vllm", "--gpu", "h100"]) == 0
+    assert "h100" in capsys.readouterr().out
+    assert main.run(["quantize", str(tiny_llama_128), str(tmp_path / "plain")]) == 0
+    assert "KV cache" not in capsys.readouterr().out
 
 
 def test_renaming_cannot_add_scales(tiny_llama_128, tmp_path, calibrated):

@@ -187,7 +187,7 @@ def test_the_command_prints_a_table_the_reasons_and_the_next_step(capsys):
     assert main.run(argv) == 0
     out = capsys.readouterr().out
     assert "8,030,261,248 by formula" in out and "not g5.xlarge, bf16" in out
-    assert "next: octavo finetune run.yaml --data DATA --out OUT" in out
+    assert "next: the same with --write run.yaml, then octavo finetune run.yaml --data DATA --out OUT" in out
 
 
 def test_nothing_that_fits_is_exit_code_one(capsys):

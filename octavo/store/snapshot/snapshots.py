@@ -244,7 +244,8 @@ class Snapshots:
 
     def _end_stopped(self, reason: str, whole: bool) -> None:
         state = "" if whole else ", and one more is still being written"
-        self._end(PreemptedError(f"stopped by {reason}", got=f"step {self.durable} on disk{state}"), PREEMPTED)
+        fix = "Run it again, octavo finetune with --resume auto: it continues from there."
+        self._end(PreemptedError(f"stopped by {reason}", got=f"step {self.durable} on disk{state}", fix=fix), PREEMPTED)
 
     def _end(self, error: Exception, code: int) -> None:
         if not self.exits:
