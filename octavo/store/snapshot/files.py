@@ -74,7 +74,11 @@ class Files:
         return FileRecord(size=len(data), sha256=tuple(hashlib.sha256(block).hexdigest() for block in blocks))
 
     def remove_tree(self, path: Path) -> None:
-        shutil.rmtree(path)
+        """A folder with all in it; of a link, the link alone."""
+        if path.is_symlink():
+            path.unlink()
+        else:
+            shutil.rmtree(path)
 
     def write_file(self, path: Path, header: bytes, size: int, source: Source, pool: Executor | None) -> FileRecord:
         """header, then `size` bytes of data; block by block on the threads of `pool`, or here. Ends with an fsync."""

@@ -27,7 +27,7 @@ from octavo.base.errors import CheckpointError, InputError
 from octavo.base.log import logger
 from octavo.base.report import UNREADABLE, read_json
 from octavo.store.snapshot.files import Files, problem_of
-from octavo.store.snapshot.manifest import SnapshotManifest
+from octavo.store.snapshot.manifest import SnapshotManifest, check_run
 
 FULL, ADAPTER = "step", "adapter"  # what a folder's name begins with, by kind
 OWNER, BEST = "run.json", "best.json"
@@ -113,7 +113,7 @@ class SnapshotFolder:
     def owner(self) -> str | None:
         """The run this folder belongs to; None for a new folder."""
         with suppress(*UNREADABLE, KeyError, TypeError):
-            return str(read_json(self.path / OWNER)["run"])
+            return check_run(read_json(self.path / OWNER)["run"])
         for step in reversed(self.steps()):
             with suppress(CheckpointError):
                 return SnapshotManifest.read(self.at(step)).run
@@ -165,7 +165,7 @@ class SnapshotFolder:
         """{"step", "value"} of the best metric so far, or {}."""
         with suppress(*UNREADABLE):
             best = read_json(self.path / BEST)
-            if isinstance(best, dict) and {"step", "value"} <= set(best):
+            if isinstance(best, dict) and type(best.get("step")) is int and isinstance(best.get("value"), int | float):
                 return best
         return {}
 

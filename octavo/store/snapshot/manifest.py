@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -14,6 +15,15 @@ from octavo.base.report import UNREADABLE, Report, read_json
 
 NAME = "manifest.json"
 SCHEMA = 1
+_RUN = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
+
+
+def check_run(name: Any) -> str:
+    """The name of a run, which becomes part of the names of folders that are deleted. ValueError for another text."""
+    if not isinstance(name, str) or not _RUN.fullmatch(name):
+        raise ValueError(f"run {name!r} is no name of a run")
+    return name
 
 
 class FileRecord(Report):
@@ -50,7 +60,12 @@ class SnapshotManifest(Report):
                 raise ValueError("its contents do not match its checksum")
             if body["schema_version"] != SCHEMA:
                 raise ValueError(f"schema_version {body['schema_version']}, this Octavo reads {SCHEMA}")
-            return cls.model_validate(body)
+            manifest = cls.model_validate(body)
+            check_run(manifest.run)
+            for name in manifest.files:
+                if not _FILE.fullmatch(name) or name == NAME:  # the seal is no secret: anyone can write one
+                    raise ValueError(f"{name!r} is no name of a file of a snapshot")
+            return manifest
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{where} is no manifest", got=" ".join(str(error).split())[:200]) from None
 

@@ -7,6 +7,8 @@ from typing import Any
 
 from octavo.base.errors import ConfigError
 
+LARGEST = 2**31  # of any number in a config.json that counts something
+MOST_LAYERS = 10_000
 TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
 
 
@@ -21,13 +23,21 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def number(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
-    """The first of these keys that holds a positive whole number. ConfigError for none without a default."""
+    """The first of these keys that holds a positive whole number; with a default, null and 0 stand for it.
+
+    ConfigError for a missing one without a default, for another value, and for a number that no model has: sizes are
+    multiplied, layers are walked through one by one.
+    """
     for name in names:
         value = config.get(name)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return value
-        if value is not None and default is None:
-            raise ConfigError(f"config.json: {name}", got=repr(value), need="a positive whole number")
+        if value is None or (type(value) is int and value == 0 and default is not None):
+            continue
+        if type(value) is not int or value <= 0:
+            raise ConfigError(f"config.json: {name}", got=repr(value)[:60], need="a positive whole number")
+        most = MOST_LAYERS if name in ("num_hidden_layers", "n_layer") else LARGEST
+        if value > most:
+            raise ConfigError(f"config.json: {name}", got=f"a number of {value.bit_length()} bits", need=f"<= {most:,}")
+        return value
     if default is None:
         raise ConfigError(f"config.json has no {names[0]}", need="the config.json of a language model")
     return default
@@ -36,3 +46,13 @@ def number(config: Mapping[str, Any], *names: str, default: int | None = None) -
 def head_dim(text: Mapping[str, Any]) -> int:
     heads = number(text, "num_attention_heads")
     return number(text, "head_dim", default=number(text, "hidden_size") // heads)
+
+
+def numbers(config: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    """The whole numbers under a key, such as layers; none where it is missing. ConfigError for another value."""
+    value = config.get(name)
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not all(type(n) is int for n in value):
+        raise ConfigError(f"config.json: {name}", got=repr(value)[:60], need="a list of whole numbers")
+    return tuple(value)

@@ -56,7 +56,10 @@ class Model:
     @classmethod
     def from_config(cls, name: str, config: Mapping[str, Any], targets: tuple[str, ...] = ()) -> Model:
         """By formula. ConfigError for a family that has none, and for packed weights."""
-        method = (config.get("quantization_config") or {}).get("quant_method")
+        stored = config.get("quantization_config") or {}
+        if not isinstance(stored, dict):
+            raise ConfigError("config.json: quantization_config", got=repr(stored)[:60], need="an object")
+        method = stored.get("quant_method")
         if method not in (None, "fp8", "compressed-tensors", "modelopt"):
             fix = "Plan with the original 16-bit model: that is what is fine-tuned."
             raise ConfigError(f"model {name}: quantization '{method}' is not supported", fix=fix)
@@ -189,7 +192,7 @@ class Model:
     @property
     def stacked(self) -> bool:
         """Whether PEFT takes the linears of an MLP for stacked experts."""
-        return self.text.get("model_type") in ADAPTED_STACKS
+        return str(self.text.get("model_type")) in ADAPTED_STACKS
 
     def adapts_experts(self, precision: str) -> bool:
         """Whether LoRA trains the experts: then each pass makes new weights for all of them."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.base.errors import ConfigError, did_you_mean
-from octavo.workflows.planner.config import head_dim, number, text_config
+from octavo.workflows.planner.config import head_dim, number, numbers, text_config
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -172,7 +172,7 @@ def _mixtral(text: Mapping[str, Any], layer: int) -> Shapes:
 
 def _is_sparse(text: Mapping[str, Any], layer: int) -> bool:
     step = number(text, "decoder_sparse_step", default=1)
-    return layer not in (text.get("mlp_only_layers") or ()) and (layer + 1) % step == 0
+    return layer not in numbers(text, "mlp_only_layers") and (layer + 1) % step == 0
 
 
 def _qwen3_moe(text: Mapping[str, Any], layer: int) -> Shapes:

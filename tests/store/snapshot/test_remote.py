@@ -13,6 +13,7 @@ import pytest
 from octavo.base.errors import CheckpointError, RefusedError, UnsupportedError
 from octavo.store.snapshot.files import Files
 from octavo.store.snapshot.folder import Keep, SnapshotFolder
+from octavo.store.snapshot.manifest import SnapshotManifest
 from octavo.store.snapshot.remote import RemoteStore
 from tests.store.snapshot.conftest import make_state, train
 from tests.store.snapshot.killing import fork_worker
@@ -183,3 +184,40 @@ def test_a_failed_upload_shows(new, tmp_path, monkeypatch):
     with pytest.raises(RefusedError, match="upload to file://"):
         snapshots.close()
     assert time.monotonic() - started < 60 and SnapshotFolder(snapshots.path).steps() == [2]
+
+
+@pytest.mark.parametrize("outside", ["../../victim", "{tmp}/victim", "a/b", "..", "manifest.json"])
+def test_a_manifest_writes_nothing_outside_its_folder(tmp_path, outside):
+    """The seal is a plain hash: whoever can write to the bucket can write one."""
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    save(tmp_path / "a", 1)
+    name = outside.format(tmp=tmp_path)
+    source = SnapshotFolder(tmp_path / "a").at(1)
+    manifest = SnapshotManifest.read(source)
+    record = next(iter(manifest.files.values()))
+    forged = manifest.model_copy(update={"files": {name: record}})
+    store = RemoteStore(f"memory://{tmp_path.name}/forged")
+    store.upload(source)
+    store.fs.pipe_file(f"{store.root}/step-1/manifest.json", forged.sealed())
+    with pytest.raises(CheckpointError, match="no name of a file"):
+        store.fetch(1, SnapshotFolder(tmp_path / "back"), "life")
+    assert victim.read_text() == "mine"
+
+
+@pytest.mark.parametrize("run", ["*", "x/../../other", "", "a b", ["run"]])
+def test_a_run_that_is_no_name_owns_nothing(tmp_path, run):
+    """The name of a run is part of what is deleted."""
+    folder = SnapshotFolder(tmp_path)
+    (tmp_path / "run.json").write_text(json.dumps({"run": run}))
+    assert folder.owner() is None
+
+
+def test_a_link_in_place_of_a_snapshot_goes_without_what_it_points_to(tmp_path):
+    save(tmp_path / "elsewhere", 1)
+    for step in (2, 3):
+        save(tmp_path / "here", step)
+    (tmp_path / "here" / "step-1").symlink_to(SnapshotFolder(tmp_path / "elsewhere").at(1))
+    (tmp_path / "here" / "best.json").write_text(json.dumps({"step": [1], "value": 0.0}))
+    assert SnapshotFolder(tmp_path / "here").prune("run", Keep(last=1)) == [1, 2]
+    assert SnapshotFolder(tmp_path / "elsewhere").problem(1) is None

@@ -129,3 +129,26 @@ def test_layers_that_contradict_the_config():
         _ = Model.from_headers(
             "x", LLAMA, {n: s for n, s in Model.from_config("x", LLAMA).shapes.items() if ".31." not in n}
         ).widths
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_hidden_layers", 10**18),
+        ("hidden_size", 10**400),
+        ("head_dim", "128"),
+        ("num_key_value_heads", -1),
+        ("num_key_value_heads", [8]),
+        ("mlp_only_layers", 3),
+        ("mlp_only_layers", ["3"]),
+        ("quantization_config", ["fp8"]),
+    ],
+)
+def test_a_value_that_no_model_has_is_named(tmp_path, key, value):
+    moe = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**LLAMA, **moe}))
+    assert read_model(str(path)).parameters > 0
+    path.write_text(json.dumps({**LLAMA, **moe, key: value}))
+    with pytest.raises(ConfigError, match=rf"config\.json: {key}"):
+        read_model(str(path))
