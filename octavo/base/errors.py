@@ -96,5 +96,5 @@ def require_type(what: str, value: object, *kinds: type) -> None:
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """` Did you mean 'x'?` for the nearest known word, or the list of known words."""
     known = sorted(known)
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(str(word), known, n=1, cutoff=0.5)
     return f"Did you mean '{near[0]}'?" if near else f"Known: {', '.join(known)}."

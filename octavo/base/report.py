@@ -69,10 +69,19 @@ def check_regular(path: Path) -> None:
         raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
-def read_json(path: Path) -> Any:
-    """The value in a JSON file; else one of UNREADABLE, FileNotFoundError among them."""
+def read_json(path: Path, *, unique: bool = False) -> Any:
+    """The value in a JSON file; else one of UNREADABLE, FileNotFoundError among them. unique: no key may come twice."""
     check_regular(path)
-    return json.loads(path.read_text(encoding="utf-8"))
+    return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once if unique else None)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"'{key}' is there twice")
+        found[key] = value
+    return found
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Literal, Self
 
@@ -75,6 +76,7 @@ class KVCacheReport(Report):
             values = read_json(path)
             block = values["kv_cache"] if isinstance(values, dict) else None
             report = cls.model_validate(block)
+            report._must_agree()
         except (*UNREADABLE, KeyError) as error:
             got = f"no key {error}" if isinstance(error, KeyError) else " ".join(str(error).split())[:200]
             raise ConfigError(f"{path} is no report on a KV cache", got=got, fix=fix) from None
@@ -84,3 +86,14 @@ class KVCacheReport(Report):
             got = f"{report.model_fingerprint[:19]}..." if report.model_fingerprint else "weights that are in no folder"
             raise MismatchError(f"{path} is about another model than {checkpoint.folder}", got=got, need=need, fix=fix)
         return report
+
+    def _must_agree(self) -> None:
+        """ValueError for a file edited by hand whose verdict is not what its figures say."""
+        scales = [s for layer in self.layers for s in (layer.k_scale, layer.v_scale) if s is not None]
+        if not all(math.isfinite(s) and s > 0 for s in scales):
+            raise ValueError("a k_scale or v_scale that is no positive number")
+        if strange := set(self.keep_layers) - {layer.layer for layer in self.layers}:
+            raise ValueError(f"keep_layers names {sorted(strange)}, which are not among its layers")
+        left = {"safe": self.kl, "keep-layers": self.kept_kl, "not-safe": None}[self.verdict]
+        if self.verdict != "not-safe" and (left is None or not left <= self.limit < math.inf):
+            raise ValueError(f"verdict {self.verdict} with KL {left}, limit {self.limit}")

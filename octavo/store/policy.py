@@ -13,7 +13,7 @@ from typing import Any, Literal, Self, TypeVar
 
 import pydantic
 
-from octavo.base.errors import CheckpointError, ConfigError, MismatchError, did_you_mean
+from octavo.base.errors import CheckpointError, ConfigError, MismatchError, did_you_mean, require_type
 from octavo.base.report import UNREADABLE, Config, Report, config_error, read_json
 from octavo.formats.architectures import expert_block, fused_group, role
 from octavo.formats.recipe import PRESETS, QUANTIZED_ROLES, Recipe, Rule
@@ -57,9 +57,10 @@ class Policy(Report):
     @classmethod
     def read(cls, path: Path | str) -> Self:
         """The file alone, whatever model it is of. CheckpointError or ConfigError naming what is wrong in it."""
+        require_type("policy", path, str, Path)
         path = Path(path)
         try:
-            values = read_json(path)
+            values = read_json(path, unique=True)
         except FileNotFoundError:
             raise CheckpointError(f"policy {path} does not exist", fix="Make it with: octavo tune MODEL") from None
         except UNREADABLE as error:

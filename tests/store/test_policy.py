@@ -30,6 +30,11 @@ def write(path, model, modules, **fields):
         ('{"schema_version": 1, "modules": {"a": {"precision": "bf16"}}}', ConfigError, "'bf16' is unknown"),
         ('{"schema_version": 1, "modules": {"a": {"precision": 16}}}', ConfigError, "modules.a.precision"),
         ('{"schema_version": 1, "modules": {"a": "16bit"}}', ConfigError, "modules.a"),
+        (
+            '{"schema_version": 1, "modules": {"a": {"precision": "16bit"}, "a": {"precision": "fp8"}}}',
+            CheckpointError,
+            "'a' is there twice",
+        ),
         ('{"schema_version": 1, "modules": {"a": {}}}', ConfigError, "'modules.a.precision' is missing"),
         (
             '{"schema_version": 1, "modules": {}, "module": 1}',
@@ -113,3 +118,9 @@ def test_another_scheme_for_some_layers(tiny_llama_128):
 )
 def test_units(module, unit):
     assert unit_of(module) == unit
+
+
+@pytest.mark.parametrize("path", [3, [], {}, b"policy.json"], ids=repr)
+def test_a_policy_that_is_no_path_is_named(path):
+    with pytest.raises(ConfigError, match=r"policy; got .*; need str or Path"):
+        Policy.read(path)

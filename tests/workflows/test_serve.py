@@ -116,7 +116,14 @@ def kv_report(folder, **changes):
     values |= {"rise_percent_se": None, "kl_se": None, "kl_p99": 0.01, "greedy_changed": 0, "greedy_changed_se": None}
     scale = {"one": 1.0, "calibrated": 0.5, "token-head": None}[changes.get("scale", "calibrated")]
     layer = {"layer": 0, "name": "model.layers.0.self_attn", "k_scale": scale, "v_scale": scale, "clipped": 0}
-    values |= {"clipped": 0, "limit": 0.01, "verdict": "safe", "reason": "small enough", "layers": [layer], **changes}
+    values |= {
+        "clipped": 0,
+        "limit": 0.01,
+        "verdict": "safe",
+        "reason": "small enough",
+        "layers": [layer, {**layer, "layer": 3}],
+        **changes,
+    }
     path = folder.parent / "kv.json"
     path.write_text(json.dumps({"kv_cache": {"model_fingerprint": fingerprint(folder), **values}}))
     return path
@@ -131,7 +138,7 @@ def kv_report(folder, **changes):
         (
             "h100",
             SCALES,
-            {"verdict": "keep-layers", "keep_layers": [0, 3]},
+            {"verdict": "keep-layers", "keep_layers": [0, 3], "kept_kl": 0.001},
             ["fp8", "--kv-cache-dtype-skip-layers", "0", "3"],
         ),
         ("h100", SCALES, {"verdict": "not-safe", "reason": "KL 0.3"}, ["bfloat16"]),
