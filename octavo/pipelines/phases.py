@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.base.errors import ConfigError, MismatchError
-from octavo.base.report import atomic_write
+from octavo.base.report import UNREADABLE, atomic_write, read_json
 
 Say = Callable[[str], None]
 Facts = dict[str, Any]
@@ -46,9 +46,15 @@ class Phases:
                 raise ConfigError(f"{self.folder} exists and was not made by this command", fix=fix)
             return {}
         try:
-            record = json.loads(self._record.read_text(encoding="utf-8"))
-            settings, phases = record["settings"], dict(record["phases"])
-        except (ValueError, KeyError, TypeError):
+            record = read_json(self._record)
+            settings, phases = record["settings"], record["phases"]
+            if not isinstance(settings, dict) or not isinstance(phases, dict):
+                raise TypeError
+            for phase in phases.values():
+                times = phase["seconds"], phase["cpu_seconds"]
+                if not isinstance(phase["facts"], dict) or not all(isinstance(t, int | float) for t in times):
+                    raise TypeError
+        except (*UNREADABLE, KeyError, TypeError):
             raise ConfigError(f"{self._record} is damaged", fix=f"Remove {self.folder} and start again.") from None
         for key in sorted({*settings, *self._settings}):
             if settings.get(key) != self._settings.get(key):

@@ -84,3 +84,23 @@ def test_a_job_that_fails_at_once_leaves_nothing(job, tmp_path):
     with pytest.raises(ConfigError, match="no such model"):
         make().run("one", "First", fail)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        '{"settings": 5, "phases": {}}',
+        '{"settings": {}, "phases": []}',
+        '{"settings": {}, "phases": {"one": 1}}',
+        '{"settings": {}, "phases": {"one": {"seconds": "x", "cpu_seconds": 1, "facts": {}}}}',
+        '{"settings": {}, "phases": {"one": {"seconds": 1, "cpu_seconds": 1, "facts": []}}}',
+    ],
+    ids=lambda text: text[-30:],
+)
+def test_a_record_edited_by_hand_is_damaged(job, tmp_path, text):
+    make, _ = job
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "job.json").write_text(text)
+    with pytest.raises(ConfigError, match="is damaged"):
+        make()
