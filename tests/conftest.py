@@ -21,6 +21,14 @@ CHAT_TEMPLATE = (
 )
 
 
+@pytest.fixture(autouse=True)
+def same_numbers_every_time() -> None:
+    """Random weights and inputs of a test do not depend on the tests before it."""
+    import torch
+
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
     """SmolLM2-135M-Instruct, BF16. Made once per cache folder (about 40 s): mark tests that use it `slow`."""

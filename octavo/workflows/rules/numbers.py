@@ -153,11 +153,13 @@ def _tiles(granularity: Granularity) -> str:
 
 def _check_spread(name: str, stats: TileStats, granularity: Granularity, out: Findings) -> None:
     fix = REQUANTIZE
-    spike = stats.tops > SPIKE * stats.below and stats.tops > SPIKE_SHARE + stats.peak.size / stats.size
+    own = stats.peak.size / stats.size  # the largest value of a tile is 448 by right
+    chance = 3 * math.sqrt(TOPS_ODD / max(stats.sampled, 1))  # three standard deviations of a share this small
+    spike = stats.tops > SPIKE * stats.below and stats.tops > SPIKE_SHARE + own
     if stats.tops > TOPS_BAD or (spike and stats.sampled >= 1024):
         text = f"{stats.tops:.1%} of the codes are +-448, {stats.below:.1%} are +-416: the weights are clipped."
         out.error("saturated", name, text, fix)
-    elif stats.tops > TOPS_ODD and stats.sampled >= 1024:
+    elif stats.tops > TOPS_ODD + own + chance and stats.sampled >= 1024:
         out.warn("saturated", name, f"{stats.tops:.1%} of the codes are +-448: large weights are clipped.", fix)
     if stats.zeros > ZEROS_ODD and stats.sampled >= 1024:
         text = f"{stats.zeros:.0%} of the codes are zero: the scale is too large, or the weights are sparse."
