@@ -143,8 +143,8 @@ def test_awkward_inputs(make, activation):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_autocast_decides_the_dtype_as_for_torch(dtype):
-    q, x = weight((8, 16)), torch.randn(99, 16, dtype=dtype, requires_grad=True)
-    plain = torch.randn(8, 16, dtype=dtype)
+    q, x = weight((64, 128)), torch.randn(99, 128, dtype=dtype, requires_grad=True)
+    plain = torch.randn(64, 128, dtype=dtype)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = linear(x, q, activation="token")
         assert y.dtype == F.linear(x, plain).dtype == torch.bfloat16
