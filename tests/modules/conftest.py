@@ -1,12 +1,1 @@
-"""Small tensors: threads would only wait for each other."""
-
-import pytest
-import torch
-
-
-@pytest.fixture(autouse=True, scope="package")
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+from tests.fixtures import one_thread  # noqa: F401  used by pytest

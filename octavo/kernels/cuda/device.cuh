@@ -80,7 +80,8 @@ DEVICE void mma_bf16(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
 // Four codes in natural order -> two pairs of 16-bit floats, each value times a power of two that DECODE_UNIT undoes.
 // A code is sign, exponent, mantissa from the top: moved to the top of a 16-bit float its fields only need the distance
 // of the two exponent widths as a right shift below the sign, and are then too small by the distance of the biases.
-// Exact for every finite code, subnormals and -0 included; E4M3's two NaN codes read as +-480 (a load refuses them).
+// Exact for every finite code, subnormals and -0 included; E4M3's two NaN codes read as +-480, not NaN (octavo
+// verify finds them in a checkpoint).
 struct Pairs {
     u32 low, high;
 };
