@@ -4,7 +4,7 @@
     python benchmarks/quality.py plain_rounding   one of them
     python benchmarks/quality.py --tokens 2048    a quick look; figures of the full protocol need 12,288
 
-More of compensated rounding, on any model and beside rivals: benchmarks/rounding.py.
+Compensated rounding by itself, on any model and beside rivals: benchmarks/rounding.py.
 
 A line holds the figures, the expected ones, where they come from, and `agrees`; the exit code is 1 if one does not.
 """
@@ -108,6 +108,7 @@ def lora(tokens: int) -> Iterator[dict[str, Any]]:
 
 MERGED_WITHIN = 0.006  # a compensated export against the fine-tune in 16 bit
 OUTPUT_KEPT = 0.97  # of what the adapter changes in the outputs
+CALIBRATION_WINDOWS = 18  # of 512 tokens: all that the demo's calibration topics hold
 
 
 def _compensated_exports(folder: Path, tokens: int) -> Iterator[dict[str, Any]]:
@@ -132,33 +133,6 @@ def _compensated_exports(folder: Path, tokens: int) -> Iterator[dict[str, Any]]:
             "expected": {"gap_percent": f"<= {100 * MERGED_WITHIN}", "output_kept": f">= {OUTPUT_KEPT}"},
             "agrees": served / bf16 - 1 <= MERGED_WITHIN and (exported.output_kept or 0.0) >= OUTPUT_KEPT,
         }
-
-
-# activations -> the largest mean KL to the BF16 model that compensated rounding per channel may leave. Plain rounding
-# leaves 0.0176 and 0.0286; llm-compressor's GPTQ on the same scheme 0.0059 for the weights (an earlier run).
-COMPENSATED = {"none": 0.0050, "token": 0.0165}
-CALIBRATION_WINDOWS = 18  # of 512 tokens: all that the demo's calibration topics hold
-
-
-def compensated(tokens: int) -> Iterator[dict[str, Any]]:
-    """Codes rounded with compensation, same scales and size: the divergence that is left, and what it costs in time."""
-    with tempfile.TemporaryDirectory() as scratch:
-        out = Path(scratch) / "out"
-        started = time.perf_counter()
-        settings = {"rounding": "compensated", "data": "demo", "samples": CALIBRATION_WINDOWS}
-        quantized = quantize_checkpoint(QuantizeConfig(model="demo", out=out, **settings))
-        seconds = time.perf_counter() - started
-        for activation, most in COMPENSATED.items():
-            report = evaluate(EvaluateConfig(model=str(out), against="demo", activation=activation, tokens=tokens))
-            yield {
-                "weights": "channel, compensated",
-                "activation": activation,
-                "calibrate_and_quantize_seconds": round(seconds, 1),
-                "output_error": quantized.output_error,
-                "expected": {"kl": f"<= {most}"},
-                "agrees": report.kl <= most if tokens == FULL else None,
-                **report.model_dump(exclude={"model", "against", "scheme", "activation", "data", "data_fingerprint"}),
-            }
 
 
 TUNED = 0.0040  # mean KL to the BF16 model: block scales in memory, compensated, 2 % of the bytes kept in 16 bit
@@ -246,7 +220,6 @@ def static(tokens: int) -> Iterator[dict[str, Any]]:
 
 CLAIMS: dict[str, Callable[[int], Iterator[dict[str, Any]]]] = {
     "plain_rounding": plain_rounding,
-    "compensated": compensated,
     "tune": tune,
     "kv": kv,
     "static": static,
