@@ -14,6 +14,7 @@ from typing import Any
 
 from octavo.base.report import check_regular
 
+INDEX = "model.safetensors.index.json"
 MAX_HEADER = 100_000_000  # the limit of the safetensors library, bytes
 
 

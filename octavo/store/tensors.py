@@ -18,10 +18,10 @@ from octavo.base.errors import CheckpointError
 from octavo.base.log import logger
 from octavo.base.report import UNREADABLE, read_json
 from octavo.store.header import Problem, TensorInfo, read_header
+from octavo.store.raw_header import INDEX
 from octavo.store.writer import ShardWriter as ShardWriter
 from octavo.store.writer import plan_shards as plan_shards
 
-INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PICKLE = re.compile(r".*\.(bin|pt|pth|ckpt|pkl)(\.index\.json)?$")
 # Weights of something else that model folders also hold: Mistral's second copy, adapters, optimizer states.

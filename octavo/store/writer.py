@@ -18,8 +18,8 @@ import torch
 from octavo.base.errors import CheckpointError, ShapeError
 from octavo.base.report import atomic_write, sync_folder
 from octavo.store.header import header_bytes
+from octavo.store.raw_header import INDEX
 
-INDEX = "model.safetensors.index.json"
 DEFAULT_SHARD = 5_000_000_000  # bytes
 PARTIAL = ".partial"
 

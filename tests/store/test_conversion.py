@@ -16,8 +16,9 @@ from octavo.formats.spec import E4M3
 from octavo.store import schema, slices
 from octavo.store.conversion import convert_checkpoint
 from octavo.store.manifest import MANIFEST, Manifest, fingerprint
+from octavo.store.raw_header import INDEX
 from octavo.store.scales import ModuleScales, Scales
-from octavo.store.tensors import INDEX, Checkpoint
+from octavo.store.tensors import Checkpoint
 from tests.store.conftest import CONFIG, gaussian, write_checkpoint
 
 L = "model.layers.0"

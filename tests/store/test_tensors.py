@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from octavo.base.errors import CheckpointError
-from octavo.store.tensors import INDEX, Checkpoint, safe_relative
+from octavo.store.raw_header import INDEX
+from octavo.store.tensors import Checkpoint, safe_relative
 from tests.store.conftest import CONFIG, gaussian, write_checkpoint
 
 SECOND = "model-00002-of-00002.safetensors"

@@ -10,7 +10,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from octavo.base.errors import CheckpointError, ShapeError
-from octavo.store.tensors import INDEX, Checkpoint
+from octavo.store.raw_header import INDEX
+from octavo.store.tensors import Checkpoint
 from octavo.store.writer import ShardWriter, plan_shards, write_tensors
 from tests.store.conftest import gaussian
 

@@ -1,6 +1,7 @@
 """octavo plan: limits, ranking, reasons, run.yaml, and that none of it needs torch."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -193,3 +194,12 @@ def test_the_command_prints_a_table_the_reasons_and_the_next_step(capsys):
 def test_nothing_that_fits_is_exit_code_one(capsys):
     assert main.run(["plan", "Llama-3.1-70B", "--gpu", "l4", "--max-gpus", "1", "--json"]) == 1
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["plan"]["options"] == []
+
+
+def test_both_tables_of_gpus_agree():
+    """base/hardware.py says what a GPU can run, gpus.json what it has: no card may have two capabilities."""
+    from octavo.base.hardware import caps_named
+
+    for name, gpu in gpus().items():
+        family = re.sub(r"-(40|80)$", "", name)
+        assert caps_named(family).tag == gpu.sm, name

@@ -18,8 +18,9 @@ from octavo.formats.granularity import PerRow
 from octavo.formats.reference import quantize_ref
 from octavo.formats.spec import E4M3
 from octavo.store.manifest import fingerprint
+from octavo.store.raw_header import INDEX
 from octavo.store.schema import read_scaled
-from octavo.store.tensors import INDEX, Checkpoint
+from octavo.store.tensors import Checkpoint
 from octavo.workflows.quantize import QuantizeConfig, parse_size, quantize_checkpoint
 from octavo.workflows.rules import planned
 from tests.store.conftest import gaussian, write_checkpoint

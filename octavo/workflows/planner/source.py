@@ -10,11 +10,10 @@ from typing import Any
 
 from octavo.base.errors import CheckpointError
 from octavo.base.report import UNREADABLE, read_json
-from octavo.store.raw_header import check_shape, read_raw_header
+from octavo.store.raw_header import INDEX, check_shape, read_raw_header
 from octavo.workflows.planner.model import Model
 from octavo.workflows.planner.tables import load
 
-INDEX = "model.safetensors.index.json"
 OTHER_WEIGHTS = ("consolidated", "adapter_model", "optimizer", "rng_state", "scheduler")
 
 

@@ -11,7 +11,8 @@ import torch
 
 from octavo.base.report import UNREADABLE, read_json
 from octavo.formats.architectures import EMBEDDINGS, FUSED, HEADS, ROW_PARALLEL
-from octavo.store.tensors import INDEX, SINGLE, Checkpoint
+from octavo.store.raw_header import INDEX
+from octavo.store.tensors import SINGLE, Checkpoint
 from octavo.workflows.rules.findings import REPAIR, REQUANTIZE, Findings
 from octavo.workflows.rules.model import Model, Module, Stored
 
