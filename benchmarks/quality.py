@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
 import sys
 import tempfile
 import time
@@ -234,7 +235,12 @@ def main() -> int:
     arguments = parser.parse_args()
     if unknown := set(arguments.claims) - set(CLAIMS):
         parser.error(f"unknown claims: {', '.join(sorted(unknown))}; known: {', '.join(CLAIMS)}")
-    stamp = {"protocol": PROTOCOL, "torch": torch.__version__, "transformers": version("transformers")}
+    stamp = {
+        "protocol": PROTOCOL,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+    }
     failed = False
     for name in arguments.claims or CLAIMS:
         for line in CLAIMS[name](arguments.tokens):

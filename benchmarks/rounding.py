@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
 import subprocess
 import sys
 import tempfile
@@ -240,6 +241,7 @@ def main() -> int:
     stamp = {
         "model": setup.model,
         "data": setup.data,
+        "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": version("transformers"),
     }
