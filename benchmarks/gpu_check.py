@@ -1,6 +1,6 @@
 """Correctness of operations and modules on a CUDA device: a table for people, then one line of JSON.
 
-    python benchmarks/gpu_check.py [--device cuda] [--out FILE]
+    python benchmarks/gpu_check.py [--device cuda] [--only NAME ...] [--out FILE]
 
 Needs torch and nothing else. Exit code 1 where a check fails. Oracles in dB: `arithmetic` against float64 products of
 the dequantized operands, `quantization` against the unquantized ones; floors from octavo.testing.
@@ -28,7 +28,9 @@ from octavo import E4M3, E5M2, FrozenFloat8Linear, PerBlock, PerGroup, PerRow, P
 from octavo.base.hardware import caps_of
 from octavo.formats.codec import decode, encode
 from octavo.formats.reference import dequantize_ref, quantize_ref
+from octavo.ops import fused
 from octavo.ops.linear import linear
+from octavo.ops.lora import Projection, project
 from octavo.testing import FLOOR_DB, assert_sqnr
 
 GRANULARITIES = (PerTensor(), PerRow(), PerGroup(128), PerBlock(128, 128), PerBlock(48, 80))
@@ -228,6 +230,62 @@ def our_kernels(device: str) -> str:
 
 
 @check
+def fused_steps_of_a_layer(device: str) -> str:
+    """Kernels of a decoder layer against the same function in torch, and whole blocks against float64 autograd."""
+    if torch.device(device).type != "cuda":
+        return "skipped: CUDA only (tests/kernels and tests/ops run the same on the host)"
+    kernels, worst = fused.on_kernels, 999.0
+
+    def both(function: Callable[..., object], *args: object, **options: object) -> list[list[torch.Tensor]]:
+        results = []
+        for on in (True, False):
+            fused.on_kernels = lambda x, on=on: on
+            found = function(*args, **options)
+            parts = found if isinstance(found, tuple) else (found,)
+            results.append([dequantize_ref(p) if isinstance(p, octavo.ScaledTensor) else p for p in parts])
+        fused.on_kernels = kernels
+        return results
+
+    for m, k in ((1, 64), (17, 2056), (300, 4096), (128, 14336)):
+        x, y, z = (torch.randn(m, k, device=device, dtype=torch.bfloat16) * 2.0**i for i in (-3, 0, 3))
+        columns, rstd = torch.rand(2 * k, device=device), torch.rand(m, device=device) + 0.5
+        _, gate, up = fused.gated(x, y, "silu")
+        for function, args, options in (
+            (fused.quantize_tokens, (x,), {"columns": columns[:k].contiguous(), "epsilon": 1e-5}),
+            (fused.quantize_tokens, (x, y), {"columns": columns}),
+            (fused.norm_backward, (x, y, columns[:k].contiguous(), rstd, z), {}),
+            (fused.gated, (x, y, "silu"), {}),
+            (fused.gated, (x, y, "gelu_tanh"), {}),
+            (fused.gated_backward, (z, gate, up, columns, "silu"), {}),
+            (fused.gated_backward, (z, gate, up, columns, "gelu_tanh"), {}),
+        ):
+            ours, theirs = both(function, *args, **options)
+            for mine, want in zip(ours, theirs, strict=True):
+                worst = min(worst, assert_sqnr(mine, want, 40.0, f"{function.__name__} {m}x{k}"))
+    for m in (1, 17, 4095):
+        x = torch.randn(m, 512, device=device, dtype=torch.bfloat16, requires_grad=True)
+        wide = x.detach().double().requires_grad_()
+        p = Projection(
+            octavo.quantize(torch.randn(1024, 512, device=device), Rule()),
+            None,
+            (torch.randn(16, 512, device=device) / 22).requires_grad_(),
+            (torch.randn(1024, 16, device=device) / 4).requires_grad_(),
+        )
+        (y,) = project(x, [p, p, p][:1])
+        grad = torch.randn_like(y)
+        y.backward(grad)
+        found = [x.grad, p.a.grad, p.b.grad]
+        p.a.grad = p.b.grad = None
+        seen = wide + (dequantize_ref(quantize_ref(x.detach(), E4M3, PerRow())).double() - wide).detach()
+        want = seen @ dequantize_ref(p.weight).double().mT + (seen @ p.a.double().mT) @ p.b.double().mT
+        assert_sqnr(y, want, 45.0, f"block M={m}")
+        want.backward(grad.double())
+        for mine, theirs in zip(found, [wide.grad, p.a.grad, p.b.grad], strict=True):
+            assert_sqnr(mine, theirs, FLOOR_DB["linear", "e4m3", "normal"], f"gradients of a block, M={m}")
+    return f"worst against torch {worst:.1f} dB"
+
+
+@check
 def nothing_wide_is_kept_for_backward(device: str) -> str:
     if torch.device(device).type != "cuda":
         return "skipped: needs CUDA's memory counters"
@@ -275,11 +333,14 @@ def milliseconds(call: Callable[[], object], rounds: int = 20) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--only", nargs="*", help="names of checks")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows = []
     print(f"torch {torch.__version__}, {caps_of(args.device)}", flush=True)
     for function in CHECKS:
+        if args.only and function.__name__ not in args.only:
+            continue
         start = time.perf_counter()
         try:
             detail, ok = function(args.device), True

@@ -75,6 +75,10 @@ STACKED_ONLY = frozenset({"gpt_oss"})
 # Families whose experts were linears in Transformers 4 and are stacked in 5: asked for an adapter on their MLP, PEFT
 # puts it on the stacks and makes new weights of all experts in every pass. Source: PEFT's conversion of target_modules.
 ADAPTED_STACKS = frozenset({"mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3"})
+
+# Decoders whose layers are x + attention(norm(x)), then x + mlp(norm(x)), with RMSNorm's plain weight and a gated MLP,
+# by model_type. Source: the modeling files of Transformers 5.24.
+FUSED_DECODERS = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 # GPT-2's Conv1D stores its matrices as [in, out]: neither a row nor a block of such a file is what engines multiply.
 CONV1D_TYPES = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer"})
 

@@ -7,6 +7,8 @@ are folded into dY in float32 before dY is quantized per token, and what is left
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -19,8 +21,6 @@ from octavo.formats.spec import E4M3
 from octavo.kernels.cuda import loader
 from octavo.kernels.tiling import quantize_grid
 from octavo.ops import reference
-
-PER_TOKEN = Rule(E4M3, PerRow())
 
 
 def quantize(x: torch.Tensor, scale: torch.Tensor | None, rule: Rule) -> ScaledTensor:
@@ -49,12 +49,15 @@ def linear(
 def linear_dx(grad: torch.Tensor, w: ScaledTensor) -> torch.Tensor:
     """grad [M, N] bfloat16 -> grad @ dequantize(w) [M, K]: FP8 operands, w's scales folded into grad."""
     folded = w.per_row().scale.flatten()
-    a = _quantize(grad, PER_TOKEN, folded)
-    ones = torch.ones((1, w.shape[1]), device=grad.device)
-    b = transposed(w.codes).view(w.spec.dtype).mT
-    return F.scaled_mm(
-        a.as_float8(), b, a.scale, F.ScalingType.RowWise, ones, F.ScalingType.RowWise, output_dtype=grad.dtype
-    )
+    return product_with_codes(quantize_tokens(grad, columns=folded)[0], transposed(w.codes), grad.dtype)
+
+
+def product_with_codes(a: ScaledTensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """a [M, N] per token times the E4M3 codes b [K, N]^T as they are -> [M, K] of `dtype`."""
+    ones = torch.ones((1, b.shape[0]), device=b.device)
+    recipe = F.ScalingType.RowWise
+    right = b.view(E4M3.dtype).mT
+    return F.scaled_mm(a.as_float8(), right, a.scale, recipe, ones, recipe, output_dtype=dtype)
 
 
 def scaled_mm(a: ScaledTensor, b: ScaledTensor, dtype: torch.dtype) -> torch.Tensor:
@@ -75,24 +78,62 @@ def scaled_mm(a: ScaledTensor, b: ScaledTensor, dtype: torch.dtype) -> torch.Ten
     )
 
 
-def transposed(codes: torch.Tensor) -> torch.Tensor:
-    """uint8 [N, K] -> [K, N], contiguous."""
-    n, k = codes.shape
-    out = codes.new_empty(k, n)
-    arguments = codes, out, np.int32(n), np.int32(k)
-    loader.launch(loader.Variant("transpose.cu", ()), (-(-n // 128), -(-k // 128)), 256, arguments, codes)
+def transposed(*codes: torch.Tensor) -> torch.Tensor:
+    """uint8 [N_i, K] of several matrices -> [K, sum of N_i], contiguous."""
+    k, pitch = codes[0].shape[1], sum(part.shape[0] for part in codes)
+    out = codes[0].new_empty(k, pitch)
+    begin = 0
+    for part in codes:
+        n = part.shape[0]
+        arguments = part, out[:, begin:], np.int32(n), np.int32(k), np.int64(pitch)
+        loader.launch(loader.Variant("transpose.cu", ()), (-(-n // 128), -(-k // 128)), 256, arguments, part)
+        begin += n
     return out
+
+
+def quantize_tokens(
+    *parts: torch.Tensor, columns: torch.Tensor | None = None, epsilon: float | None = None
+) -> tuple[ScaledTensor, torch.Tensor | None]:
+    """x = up to three 16-bit matrices [M, K_i] beside each other -> codes [M, K] and one scale a token; and rstd.
+
+    columns [K] float32 are multiplied in first. With epsilon they are the weight of an RMSNorm and rstd [M] float32 is
+    (mean(x^2) + epsilon)^-1/2: the result is the normalized row, whose values are never written. Else rstd is None.
+    """
+    parts = tuple(_aligned(part) for part in parts)
+    m, ends = parts[0].shape[0], list(accumulate(part.shape[1] for part in parts))
+    k, device = ends[-1], parts[0].device
+    codes = torch.empty((m, k), dtype=torch.uint8, device=device)
+    scale = torch.empty((m, 1), device=device)
+    rstd = torch.empty(m, device=device) if epsilon is not None else None
+    q = ScaledTensor(codes, scale, E4M3, PerRow())
+    if not codes.numel():
+        scale.fill_(1.0)
+        return q, rstd
+    defines = {
+        "X_BF16": int(parts[0].dtype == torch.bfloat16),
+        "GROUPED": 0,
+        "FOLD": int(columns is not None),
+        "ROUNDS": quantize_grid(m, k, False).rounds,
+        "PARTS": len(parts),
+        "NORM": int(epsilon is not None),
+    }
+    three = (*parts, *[None] * (3 - len(parts)))
+    strides = [np.int64(part.stride(0) if part is not None else 0) for part in three]
+    sizes = np.float32(epsilon or 0.0), np.int32(ends[0]), np.int32(ends[min(1, len(ends) - 1)]), np.int32(k)
+    arguments = (*three, columns, codes, scale, rstd, *sizes, *strides)
+    loader.launch(loader.Variant("quantize.cu", tuple(defines.items())), (m,), 256, arguments, parts[0])
+    return q, rstd
 
 
 def _quantize(
     x: torch.Tensor, rule: Rule, columns: torch.Tensor | None = None, scale_by_columns: bool = False
 ) -> ScaledTensor:
+    if not isinstance(rule.granularity, PerGroup):
+        return quantize_tokens(x, columns=columns)[0]
+    x = _aligned(x)
     m, k = x.shape
-    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
-        x = x.clone(memory_format=torch.contiguous_format)
-    grouped = isinstance(rule.granularity, PerGroup)
-    grid = quantize_grid(m, k, grouped)
-    defines = {"X_BF16": int(x.dtype == torch.bfloat16), "GROUPED": int(grouped), "FOLD": int(columns is not None)}
+    grid = quantize_grid(m, k, True)
+    defines = {"X_BF16": int(x.dtype == torch.bfloat16), "GROUPED": 1, "FOLD": int(columns is not None)}
     variant = loader.Variant("quantize.cu", (*defines.items(), ("ROUNDS", grid.rounds)))
     codes = torch.empty((m, k), dtype=torch.uint8, device=x.device)
     rows, groups = rule.granularity.scale_shape((m, k))
@@ -106,3 +147,10 @@ def _quantize(
     sizes = np.int64(m), np.int32(k), np.int64(x.stride(0)), *(np.int64(stride) for stride in scale.stride())
     loader.launch(variant, (grid.blocks,), 256, (x, columns, codes, scale, *sizes), x)
     return ScaledTensor(codes, scale, rule.spec, rule.granularity)
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """Rows that begin on 16 bytes, which is how they are loaded."""
+    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
+        return x.clone(memory_format=torch.contiguous_format)
+    return x

@@ -29,12 +29,16 @@ extern "C" int launch(int blocks_x, int blocks_y, int threads, {parameters}) {{
     return emulator::launch(grid, threads, [&] {{ {entry}({arguments}); }});
 }}
 """
-TYPES = {np.int32: ("int", ctypes.c_int), np.int64: ("i64", ctypes.c_longlong)}
+TYPES = {
+    np.int32: ("int", ctypes.c_int, int),
+    np.int64: ("i64", ctypes.c_longlong, int),
+    np.float32: ("float", ctypes.c_float, float),
+}
 
 
 @cache
 def build(folder: Path, source: str, kinds: tuple[type, ...]) -> ctypes.CDLL:
-    """kinds: of the kernel's arguments, np.int32, np.int64 or torch.Tensor (an address)."""
+    """kinds: of the kernel's arguments, one of TYPES or torch.Tensor (an address)."""
     names = [f"p{i}" for i in range(len(kinds))]
     declared = [
         f"{TYPES[kind][0] if kind in TYPES else 'void*'} {name}" for kind, name in zip(kinds, names, strict=True)
@@ -56,7 +60,9 @@ def launch(folder: Path, variant: loader.Variant, grid: tuple[int, ...], threads
     kinds = tuple(type(a) if isinstance(a, np.generic) else torch.Tensor for a in arguments)
     library = build(folder, variant.text, kinds)
     values = [
-        TYPES[type(a)][1](int(a)) if isinstance(a, np.generic) else ctypes.c_void_p(None if a is None else a.data_ptr())
+        TYPES[type(a)][1](TYPES[type(a)][2](a))
+        if isinstance(a, np.generic)
+        else ctypes.c_void_p(None if a is None else a.data_ptr())
         for a in arguments
     ]
     assert library.launch(*(*grid, 1)[:2], threads, *values) == 0, f"deadlock in {variant}"

@@ -22,14 +22,30 @@ def w8a16(tile, x_bf16, e5m2, scales):
 VARIANTS = [w8a16(tile, x_bf16, 0, scales) for tile in (FEW, MORE) for x_bf16 in (0, 1) for scales in (0, 1, 2)]
 VARIANTS += [w8a16(FEW, x_bf16, 1, 1) for x_bf16 in (0, 1)]
 VARIANTS += [
-    loader.Variant("quantize.cu", (("X_BF16", 1), ("GROUPED", grouped), ("FOLD", fold), ("ROUNDS", rounds)))
-    for grouped, fold, rounds in ((0, 0, 2), (0, 1, 7), (0, 1, 16), (1, 0, 4), (1, 1, 4))
+    loader.Variant(
+        "quantize.cu",
+        (("X_BF16", 1), ("GROUPED", grouped), ("FOLD", fold), ("ROUNDS", rounds), ("PARTS", parts), ("NORM", norm)),
+    )
+    for grouped, fold, rounds, parts, norm in (
+        (0, 0, 2, 1, 0),
+        (0, 1, 7, 1, 0),
+        (0, 1, 16, 1, 0),
+        (0, 1, 3, 3, 0),
+        (0, 1, 16, 1, 1),
+        (1, 0, 4, 1, 0),
+        (1, 1, 4, 1, 0),
+    )
 ]
 VARIANTS += [
     loader.Variant("dequantize.cu", (("OUT_BF16", 1), ("SCALES", scales), ("ALIGNED", aligned)))
     for scales, aligned in ((0, 0), (1, 1), (2, 1))
 ]
-VARIANTS.append(loader.Variant("transpose.cu", ()))
+VARIANTS += [loader.Variant("transpose.cu", ()), loader.Variant("norm.cu", (("X_BF16", 1), ("ROUNDS", 8)))]
+VARIANTS += [
+    loader.Variant("gated.cu", (("X_BF16", 1), ("BACKWARD", backward), ("GELU", gelu)))
+    for backward in (0, 1)
+    for gelu in (0, 1)
+]
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -1,16 +1,17 @@
-// Bytes [N, K] -> [K, N]: W's codes as the FP8 tensor cores want them for dX. A tile of 128 x 128 a block.
+// Bytes [N, K] -> [K, N] with rows `pitch` apart: W's codes as the FP8 tensor cores want them for dX. A tile of
+// 128 x 128 a block.
 //
 // Loads and stores are 16 bytes. In between, a thread gathers 16 rows of one 32-bit column from shared memory and turns
 // four 4 x 4 blocks of bytes with byte permutes. Rows of shared memory are XOR-swizzled in units of 16 bytes by their
 // group of 16, so that neither side has bank conflicts while neighbouring lanes store neighbouring bytes.
-// Needs N % 16 == 0 and K % 16 == 0.
+// Needs N, K and pitch % 16 == 0.
 #include "device.cuh"
 
 #define TILE 128
 
 DEVICE int swizzled(int row, int word) { return row * (TILE / 4) + (word ^ (row / 16 * 4)); }
 
-KERNEL(256, 1) NAME(const u8* from, u8* to, int N, int K) {
+KERNEL(256, 1) NAME(const u8* from, u8* to, int N, int K, i64 pitch) {
     SHARED u32 tile[TILE * TILE / 4];
     const int row0 = blockIdx.x * TILE, column0 = blockIdx.y * TILE;
 #pragma unroll
@@ -38,7 +39,7 @@ KERNEL(256, 1) NAME(const u8* from, u8* to, int N, int K) {
     }
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-        u8* at = to + i64(column0 + word * 4 + c) * N + row0 + rows;
+        u8* at = to + (column0 + word * 4 + c) * pitch + row0 + rows;
         *reinterpret_cast<uint4*>(at) = uint4{turned[c][0], turned[c][1], turned[c][2], turned[c][3]};
     }
 }

@@ -1,0 +1,135 @@
+"""Every kernel of a fused LoRA step by itself, on the shapes of a Llama-3.1-8B layer: microseconds, bandwidth or rate.
+
+    python benchmarks/fused_steps.py [--tokens 16384] [--out FILE]
+
+Medians of CUDA graphs; data larger than the L2 cache. Bytes are counted once each way; copy is the device's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from octavo import PerGroup, Rule
+from octavo.formats.scaled import ScaledTensor
+from octavo.formats.spec import E4M3
+from octavo.ops import fused, native, w8a16
+
+HIDDEN, INNER, HEADS = 4096, 14336, 1024
+GROUP = Rule(E4M3, PerGroup(128))
+
+
+def microseconds(call: Callable[[], object], repeat: int = 10, rounds: int = 7) -> float:
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(repeat):
+            call()
+    times = []
+    for _ in range(rounds):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        stop.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(stop) / repeat * 1e3)
+    return statistics.median(times)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    m, rows = args.tokens, []
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+    def show(name: str, call: Callable[[], object], *, nbytes: int = 0, flops: int = 0) -> None:
+        try:
+            took = microseconds(call)
+        except Exception as error:
+            print(f"{name:52} {type(error).__name__}: {str(error)[:80]}", flush=True)
+            return
+        rate = f"{nbytes / took / 1e6:7.2f} TB/s" if nbytes else f"{flops / took / 1e6:7.0f} TFLOP/s"
+        rows.append({"name": name, "us": took, "bytes": nbytes, "flops": flops})
+        print(f"{name:52} {took:9.1f} us  {rate}", flush=True)
+
+    x, wide, other = normal(m, HIDDEN), normal(m, INNER), normal(m, INNER)
+    keys = normal(m, HEADS)
+    show("copy", lambda: x.clone(), nbytes=4 * x.numel())
+    weight, columns = torch.rand(HIDDEN, device="cuda"), torch.rand(2 * INNER, device="cuda")
+    one = columns[:INNER].contiguous()
+    show("quantize tokens 4096", lambda: fused.quantize_tokens(x), nbytes=3 * x.numel())
+    show("quantize tokens 14336", lambda: fused.quantize_tokens(wide), nbytes=3 * wide.numel())
+    show("quantize, columns folded 14336", lambda: fused.quantize_tokens(wide, columns=one), nbytes=3 * wide.numel())
+    three, folded = (x, keys, keys), columns[: HIDDEN + 2 * HEADS].contiguous()
+    count = sum(part.numel() for part in three)
+    show("quantize 4096+1024+1024, folded", lambda: fused.quantize_tokens(*three, columns=folded), nbytes=3 * count)
+    norm = lambda: fused.quantize_tokens(x, columns=weight, epsilon=1e-5)  # noqa: E731
+    show("norm + quantize", norm, nbytes=3 * x.numel())
+    rstd = norm()[1]
+    show("norm backward", lambda: fused.norm_backward(x, x, weight, rstd), nbytes=6 * x.numel())
+    show("group128 quantize 4096", lambda: native._quantize(x, GROUP), nbytes=3 * x.numel())
+    show("gated forward", lambda: fused.gated(wide, other, "silu"), nbytes=7 * wide.numel())
+    h, gate, up = fused.gated(wide, other, "silu")
+    show(
+        "gated backward",
+        lambda: fused.gated_backward(wide, gate, up, columns, "silu"),
+        nbytes=10 * wide.numel(),
+    )
+    show("dequantize 14336", lambda: fused.dequantize(h, torch.bfloat16), nbytes=3 * wide.numel())
+    low, down = normal(m, 16), normal(16, INNER)
+    show("B onto y 14336: addmm in place", lambda: wide.addmm_(low, down), nbytes=4 * wide.numel())
+    show("A from x 14336 -> 16: matmul", lambda: wide @ down.mT, nbytes=2 * wide.numel())
+    show("dB = dY^T u 14336", lambda: wide.mT @ low, nbytes=2 * wide.numel())
+    show("dA = dU^T x 14336", lambda: low.mT @ wide, nbytes=2 * wide.numel())
+    show("A from codes 14336 -> 16: w8a16", lambda: w8a16.linear(down, h, None, "none", None), nbytes=wide.numel())
+    for n, k in ((28672, 4096), (INNER, HIDDEN), (HIDDEN, INNER), (HIDDEN, HIDDEN), (HEADS, HIDDEN)):
+        a = native.quantize_tokens(normal(m, k))[0]
+        w = native.quantize_tokens(normal(n, k))[0]
+        flops = 2 * m * n * k
+        for fast in (False, True):
+            show(f"row-scaled product {n}x{k}, fast sums {fast}", lambda: row_mm(a, w, fast), flops=flops)
+        tensor = torch.ones((), device="cuda")
+        show(f"tensor-scaled product {n}x{k}", lambda: tensor_mm(a, w, tensor), flops=flops)
+        b = normal(n, k)
+        left = normal(m, k)
+        show(f"bfloat16 product {n}x{k}", lambda: left @ b.mT, flops=flops)
+        show(f"transpose {n}x{k}", lambda: native.transposed(w.codes), nbytes=2 * n * k)
+        del a, w, b, left
+    if args.out:
+        args.out.write_text(json.dumps({"device": torch.cuda.get_device_name(), "tokens": m, "rows": rows}) + "\n")
+    return 0
+
+
+def row_mm(a: ScaledTensor, w: ScaledTensor, fast: bool) -> torch.Tensor:
+    row = F.ScalingType.RowWise
+    return F.scaled_mm(
+        a.as_float8(), w.as_float8().mT, a.scale, row, w.scale.mT, row, output_dtype=torch.bfloat16, use_fast_accum=fast
+    )
+
+
+def tensor_mm(a: ScaledTensor, w: ScaledTensor, one: torch.Tensor) -> torch.Tensor:
+    whole = F.ScalingType.TensorWise
+    return F.scaled_mm(
+        a.as_float8(), w.as_float8().mT, one, whole, one, whole, output_dtype=torch.bfloat16, use_fast_accum=True
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

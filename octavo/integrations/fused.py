@@ -1,0 +1,195 @@
+"""Decoder layers of Transformers on the fused FP8 path: norm + QKV, O, norm + MLP, with PEFT's LoRA or without.
+
+Modules, names and state_dict stay what they are; only `forward` is bound anew, and each call asks again whether it can
+be fused: on a CPU, with dropout, with adapters merged or mixed, the layers run one by one as before.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from octavo.base.hardware import caps_of
+from octavo.formats.architectures import FUSED_DECODERS
+from octavo.formats.granularity import PerRow, PerTensor
+from octavo.integrations.peft import Float8LoraLinear
+from octavo.modules.frozen import FrozenFloat8Linear
+from octavo.ops.backends import BACKENDS, Problem
+from octavo.ops.lora import Norm, Projection, gated_mlp, project
+
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+FUSED = "_octavo_fused"
+
+
+def fuse(model: nn.Module) -> int:
+    """Bind the fused forward to the decoder layers of FP8 linears that have none yet. Returns how many got it.
+
+    0 for an architecture that is not in FUSED_DECODERS. Call it after adapters are added.
+    """
+    config = getattr(model, "config", None)
+    if getattr(config, "model_type", None) not in FUSED_DECODERS:
+        return 0
+    activation = ACTIVATIONS.get(getattr(config, "hidden_act", None) or "")
+    count = 0
+    layer: Any
+    for layer in list(model.modules()):
+        attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
+        if attention is None or mlp is None or FUSED in layer.__dict__:
+            continue
+        if not any(isinstance(module, FrozenFloat8Linear) for module in layer.modules()):
+            continue
+        queries_keys_values = [getattr(attention, name) for name in ("q_proj", "k_proj", "v_proj")]
+        groups: list[_Group | _Mlp] = [_Group(layer.input_layernorm, queries_keys_values)]
+        groups.append(_Group(None, [attention.o_proj]))
+        if activation:
+            groups.append(_Mlp(layer.post_attention_layernorm, mlp, activation))
+        layer.__dict__[FUSED] = groups
+        count += 1
+    return count
+
+
+class _Group:
+    """Projections of one input. The first is called first and computes all; the others hand out what it left.
+
+    norm: where it is fused it passes its input on, since the projections do its work.
+    """
+
+    def __init__(self, norm: nn.Module | None, layers: Sequence[nn.Module]) -> None:
+        self.norm, self.layers = norm, list(layers)
+        self.plain: list[Callable[..., torch.Tensor]] = [layer.forward for layer in layers]
+        self.seen = _Seen()
+        self.outputs: dict[int, torch.Tensor] = {}
+        if norm is not None:
+            self.skipped = _SkippedNorm(norm, self.layers)
+        for index, layer in enumerate(layers):
+            layer.forward = _Member(self, index)
+
+    def call(self, index: int, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        if not (index and self.seen.is_(x) and index in self.outputs):
+            found = None if args or options else projections_of(self.layers, x)
+            if found is None:
+                return self.plain[index](self.skipped.applied(x) if self.norm else x, *args, **options)
+            self.seen.set(x)
+            self.outputs = dict(enumerate(project(x, found, norm_of(self.norm))))
+        return self.outputs.pop(index)
+
+
+class _Member:
+    """`forward` of one layer of a group."""
+
+    def __init__(self, group: _Group, index: int) -> None:
+        self.group, self.index = group, index
+
+    def __call__(self, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        return self.group.call(self.index, x, *args, **options)
+
+
+class _Mlp:
+    """norm, gate and up, activation, down."""
+
+    def __init__(self, norm: nn.Module, mlp: nn.Module, activation: str) -> None:
+        self.norm, self.activation, self.plain = norm, activation, mlp.forward
+        self.layers = [cast(nn.Module, getattr(mlp, name)) for name in ("gate_proj", "up_proj", "down_proj")]
+        self.skipped = _SkippedNorm(norm, self.layers)
+        mlp.forward = self.forward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = projections_of(self.layers, x)
+        if found is None:
+            return cast(torch.Tensor, self.plain(self.skipped.applied(x)))
+        gate, up, down = found
+        return gated_mlp(x, gate, up, down, self.activation, norm_of(self.norm))
+
+
+class _SkippedNorm:
+    """A norm that passes x on where the layers behind it do its work, and makes up for it where they then do not."""
+
+    def __init__(self, norm: nn.Module, layers: Sequence[nn.Module]) -> None:
+        self.layers, self.plain, self.passed = layers, norm.forward, _Seen()
+        norm.forward = self.forward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if projections_of(self.layers, x) is None:
+            return cast(torch.Tensor, self.plain(x))
+        self.passed.set(x)
+        return x
+
+    def applied(self, x: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, self.plain(x)) if self.passed.is_(x) else x
+
+
+class _Seen:
+    """One tensor to recognize, not kept alive; a copy of it recognizes nothing."""
+
+    def __init__(self) -> None:
+        self.set(None)
+
+    def set(self, x: torch.Tensor | None) -> None:
+        self.reference = None if x is None else weakref.ref(x)
+
+    def is_(self, x: torch.Tensor) -> bool:
+        return self.reference is not None and self.reference() is x
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Seen:
+        return _Seen()
+
+
+def norm_of(norm: nn.Module | None) -> Norm | None:
+    return None if norm is None else Norm(cast(torch.Tensor, norm.weight), cast(float, norm.variance_epsilon))
+
+
+def projections_of(layers: Sequence[nn.Module], x: torch.Tensor) -> list[Projection] | None:
+    """What the layers compute, or None where one of them is not fused for x."""
+    kind = x.device.type
+    if x.dtype != torch.bfloat16 or (torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != x.dtype):
+        return None
+    found = []
+    for layer in layers:
+        projection = projection_of(layer)
+        if projection is None or not products_run(projection.weight.shape, x.device):
+            return None
+        found.append(projection)
+    return found
+
+
+def projection_of(layer: nn.Module) -> Projection | None:
+    """The layer as a Projection: an FP8 linear per row or tensor, inputs per token, one plain adapter or none."""
+    base = layer.base_layer if isinstance(layer, Float8LoraLinear) else layer
+    if _hooked(layer) or _hooked(base):  # hooks see inputs and outputs that do not exist here
+        return None
+    if not isinstance(base, FrozenFloat8Linear) or base.activation != "token" or base.rule.spec.name != "e4m3":
+        return None
+    if not isinstance(base.rule.granularity, (PerRow, PerTensor)):
+        return None
+    plain = Projection(base.scaled(), base.bias)
+    if not isinstance(layer, Float8LoraLinear) or layer.disable_adapters != layer.merged:
+        return plain
+    if layer.merged:  # PEFT takes the adapter out again first
+        return None
+    names = [name for name in layer.active_adapters if name in layer.lora_A]
+    if not names:
+        return plain
+    if len(names) > 1 or layer.lora_bias[names[0]] or layer.use_dora[names[0]]:
+        return None
+    dropout = layer.lora_dropout[names[0]]
+    if layer.training and not isinstance(dropout, nn.Identity) and dropout.p > 0:
+        return None
+    a, b = layer.lora_A[names[0]].weight, layer.lora_B[names[0]].weight
+    return Projection(plain.weight, plain.bias, a, b, layer.scaling[names[0]])
+
+
+def _hooked(layer: nn.Module) -> bool:
+    return bool(layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
+
+
+@lru_cache(maxsize=1024)
+def products_run(shape: tuple[int, ...], device: torch.device) -> bool:
+    """Whether backend `native` multiplies by a weight of this shape on the device, both ways."""
+    n, k = shape
+    problems = [Problem(op, device.type, activation="token", n=n, k=k) for op in ("linear", "linear_dx")]
+    return all(BACKENDS["native"].refuse(problem, caps_of(device)) is None for problem in problems)

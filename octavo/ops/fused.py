@@ -1,0 +1,121 @@
+"""Norm and gated activation around the FP8 products of a decoder layer, and their gradients, each one pass over memory.
+
+Every function has two forms with the same result: CUDA kernels, and plain torch for the CPU, which is the oracle.
+Products themselves are in `native`. What goes in and out is 16 bit, contiguous, [M, K]; codes are E4M3 per token.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from octavo.formats.granularity import PerRow
+from octavo.formats.reference import dequantize_ref, quantize_ref
+from octavo.formats.scaled import ScaledTensor
+from octavo.formats.spec import E4M3
+from octavo.kernels.cuda import loader
+from octavo.ops import native, w8a16
+
+ACTIVATIONS = ("silu", "gelu_tanh")
+
+
+def quantize_tokens(
+    *parts: torch.Tensor, columns: torch.Tensor | None = None, epsilon: float | None = None
+) -> tuple[ScaledTensor, torch.Tensor | None]:
+    """`native.quantize_tokens`."""
+    if on_kernels(parts[0]):
+        return native.quantize_tokens(*parts, columns=columns, epsilon=epsilon)
+    x = torch.cat(parts, dim=1).float()
+    q = quantize_ref(x if columns is None else x * columns, E4M3, PerRow())
+    if epsilon is None:
+        return q, None
+    rstd = torch.rsqrt(x.square().mean(1) + epsilon)
+    return ScaledTensor(q.codes, q.scale * rstd[:, None], E4M3, PerRow()), rstd
+
+
+def norm_backward(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, residual: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The gradient of x * rstd(x) * weight with respect to x, plus residual. weight [K] float32, not trained."""
+    if not on_kernels(dy):
+        t, v, norm = dy.float() * weight, x.float(), rstd[:, None]
+        dx = norm * (t - v * (norm * norm * (t * v).mean(1, keepdim=True)))
+        return (dx if residual is None else dx + residual.float()).to(dy.dtype)
+    dx = torch.empty_like(dy)
+    k = dy.shape[1]
+    defines = {"X_BF16": int(dy.dtype == torch.bfloat16), "ROUNDS": max(1, -(-k // 2048))}
+    if dy.numel():
+        arguments = dy, x, weight, rstd, residual, dx, np.int32(k)
+        loader.launch(loader.Variant("norm.cu", tuple(defines.items())), (dy.shape[0],), 256, arguments, dy)
+    return dx
+
+
+def gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> tuple[ScaledTensor, ScaledTensor, ScaledTensor]:
+    """act(gate) * up, gate and up, each as codes and scales per token. activation: `silu` or `gelu_tanh`."""
+    if not on_kernels(gate):
+        h = activate(gate.float(), activation) * up.float()
+        first, second, third = (quantize_ref(value, E4M3, PerRow()) for value in (h, gate, up))
+        return first, second, third
+    m, k = gate.shape
+    codes = torch.empty((3, m, k), dtype=torch.uint8, device=gate.device)
+    scale = torch.ones((3, m, 1), device=gate.device)
+    if codes.numel():
+        arguments = (gate, up, *(part for i in range(3) for part in (codes[i], scale[i])), np.int32(k))
+        loader.launch(_gated(gate, activation, backward=False), (m,), 512, arguments, gate)
+    first, second, third = (ScaledTensor(codes[i], scale[i], E4M3, PerRow()) for i in range(3))
+    return first, second, third
+
+
+def gated_backward(
+    dh: torch.Tensor, gate: ScaledTensor, up: ScaledTensor, columns: torch.Tensor, activation: str
+) -> tuple[torch.Tensor, torch.Tensor, ScaledTensor]:
+    """dGate, dUp [M, K], and (dGate | dUp) * columns [2 K] quantized per token, [M, 2 K]."""
+    m, k = dh.shape
+    if not on_kernels(dh):
+        g = dequantize_ref(gate).requires_grad_()
+        u = dequantize_ref(up)
+        with torch.enable_grad():
+            value = activate(g, activation)
+            slope = torch.autograd.grad(value.sum(), g)[0]
+        dgate = (dh.float() * u * slope).to(dh.dtype)
+        dup = (dh.float() * value.detach()).to(dh.dtype)
+        return dgate, dup, quantize_tokens(dgate, dup, columns=columns)[0]
+    dgate, dup = torch.empty_like(dh), torch.empty_like(dh)
+    q = ScaledTensor(
+        torch.empty((m, 2 * k), dtype=torch.uint8, device=dh.device),
+        torch.ones((m, 1), device=dh.device),
+        E4M3,
+        PerRow(),
+    )
+    if dh.numel():
+        arguments = dh, gate.codes, gate.scale, up.codes, up.scale, columns, dgate, dup, q.codes, q.scale, np.int32(k)
+        loader.launch(_gated(dh, activation, backward=True), (m,), 512, arguments, dh)
+    return dgate, dup, q
+
+
+def dequantize(q: ScaledTensor, dtype: torch.dtype) -> torch.Tensor:
+    """The bits of the reference."""
+    return w8a16.dequantize(q, dtype) if on_kernels(q.codes) else dequantize_ref(q, dtype)
+
+
+def transposed(*codes: torch.Tensor) -> torch.Tensor:
+    """`native.transposed`."""
+    return native.transposed(*codes) if on_kernels(codes[0]) else torch.cat(codes).mT.contiguous()
+
+
+def activate(gate: torch.Tensor, activation: str) -> torch.Tensor:
+    return F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+
+
+def on_kernels(x: torch.Tensor) -> bool:
+    return x.is_cuda
+
+
+def _gated(x: torch.Tensor, activation: str, *, backward: bool) -> loader.Variant:
+    defines = {
+        "X_BF16": int(x.dtype == torch.bfloat16),
+        "BACKWARD": int(backward),
+        "GELU": int(activation == "gelu_tanh"),
+    }
+    return loader.Variant("gated.cu", tuple(defines.items()))

@@ -1,0 +1,103 @@
+"""norm.cu, gated.cu and what quantize.cu does for them, on the host, against the same function in plain torch."""
+
+import pytest
+import torch
+
+from octavo.formats.reference import dequantize_ref
+from octavo.ops import fused
+from octavo.testing import FLOOR_DB, assert_sqnr
+
+pytestmark = pytest.mark.usefixtures("on_host")
+ACTIVATIONS = pytest.mark.parametrize("activation", fused.ACTIVATIONS)
+
+
+@pytest.fixture
+def both(monkeypatch):
+    """Call a function of `fused` on its kernels and on torch."""
+
+    def run(function, *args, **options):
+        results = []
+        for kernels in (True, False):
+            monkeypatch.setattr(fused, "on_kernels", lambda x, kernels=kernels: kernels)
+            results.append(function(*args, **options))
+        return results
+
+    return run
+
+
+def values(m, k, seed=0):
+    """Tokens over twelve binary orders; one of zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(m, k, generator=generator) * torch.exp2(torch.randint(-6, 6, (m, 1), generator=generator).float())
+    x[1] = 0
+    return x.bfloat16()
+
+
+@pytest.mark.parametrize("k", [8, 576, 2056])
+def test_norm_is_in_the_scale(both, k):
+    """Codes bit for bit; rstd and with it the scale to the rounding of a sum in another order."""
+    x, weight = values(5, k), torch.randn(k, generator=torch.Generator().manual_seed(2))
+    (found, rstd), (want, want_rstd) = both(fused.quantize_tokens, x, columns=weight, epsilon=1e-6)
+    assert torch.equal(found.codes, want.codes)
+    torch.testing.assert_close(rstd, want_rstd, rtol=1e-6, atol=0)
+    torch.testing.assert_close(found.scale, want.scale, rtol=1e-6, atol=0)
+    exact = torch.nn.functional.rms_norm(x.double(), (k,), weight.double(), 1e-6)
+    assert_sqnr(dequantize_ref(found), exact, FLOOR_DB["linear", "e4m3", "normal"])
+
+
+@pytest.mark.parametrize("widths", [(48, 16), (2048, 8, 16), (8, 8, 4096)], ids=str)
+def test_parts_are_one_row(both, widths):
+    parts = [values(4, width, seed) for seed, width in enumerate(widths)]
+    columns = torch.rand(sum(widths), generator=torch.Generator().manual_seed(3))
+    (found, _), (want, _) = both(fused.quantize_tokens, *parts, columns=columns)
+    assert torch.equal(found.codes, want.codes) and torch.equal(found.scale, want.scale)
+
+
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize("k", [64, 2056])
+def test_norm_backward(both, k, with_residual):
+    x, dy, residual = values(5, k), values(5, k, 1), values(5, k, 2) if with_residual else None
+    weight = torch.randn(k, generator=torch.Generator().manual_seed(3))
+    rstd = torch.rsqrt(x.float().square().mean(1) + 1e-6)
+    found, want = both(fused.norm_backward, dy, x, weight, rstd, residual)
+    assert_sqnr(found, want, FLOOR_DB["rounding", "bfloat16"] - 1)
+    wide = x.double().requires_grad_()
+    torch.nn.functional.rms_norm(wide, (k,), weight.double(), 1e-6).backward(dy.double())
+    exact = wide.grad if residual is None else wide.grad + residual.double()
+    rows = [0, 2, 3, 4]  # the gradient at a row of zeros is dY / sqrt(epsilon): it would be all that is compared
+    assert_sqnr(found[rows], exact[rows], FLOOR_DB["rounding", "bfloat16"] - 1)  # 64 values a row: the mean is rough
+
+
+@ACTIVATIONS
+@pytest.mark.parametrize("k", [8, 576, 4104])
+def test_gated(both, k, activation):
+    found, want = both(fused.gated, values(4, k), values(4, k, 1), activation)
+    for ours, theirs in zip(found[1:], want[1:], strict=True):
+        assert torch.equal(ours.codes, theirs.codes) and torch.equal(ours.scale, theirs.scale)
+    torch.testing.assert_close(found[0].scale, want[0].scale, rtol=1e-5, atol=0)
+    # exp differs in the last bits, which moves a code now and then by one
+    assert (found[0].codes.int() - want[0].codes.int()).abs().max() <= 1
+    assert (found[0].codes != want[0].codes).float().mean() < 1e-3
+
+
+@ACTIVATIONS
+@pytest.mark.parametrize("k", [8, 576, 4104])
+def test_gated_backward(both, k, activation):
+    _, gate, up = fused.gated(values(4, k), values(4, k, 1), activation)
+    dh, columns = values(4, k, 2), torch.rand(2 * k, generator=torch.Generator().manual_seed(3))
+    found, want = both(fused.gated_backward, dh, gate, up, columns, activation)
+    for ours, theirs in zip(found[:2], want[:2], strict=True):
+        assert_sqnr(ours, theirs, 60.0)  # float32 inside: equal but for values on the edge of a rounding
+    again = fused.quantize_tokens(found[0], found[1], columns=columns)[0]
+    assert torch.equal(found[2].codes, again.codes) and torch.equal(found[2].scale, again.scale)
+    assert (
+        fused.gated_backward(torch.zeros_like(dh), gate, up, columns, activation)[2].codes.bitwise_and(127).any() == 0
+    )
+
+
+def test_nothing_to_do(both):
+    empty = values(4, 64)[:0]
+    for found in both(fused.gated, empty, empty, "silu"):
+        assert [q.codes.shape for q in found] == [(0, 64)] * 3
+    for q, _ in both(fused.quantize_tokens, empty, empty):
+        assert q.codes.shape == (0, 128)

@@ -1,0 +1,153 @@
+"""LoRA over FP8 with FP8 products: outputs and gradients against float64 autograd over the dequantized operands."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from octavo.formats.granularity import PerRow, PerTensor
+from octavo.formats.reference import dequantize_ref, quantize_ref
+from octavo.formats.spec import E4M3
+from octavo.ops.lora import Norm, Projection, gated_mlp, project
+from octavo.testing import FLOOR_DB, sqnr_db
+
+QUANTIZED = FLOOR_DB["linear", "e4m3", "normal"]  # dB of a product with one operand in E4M3
+
+
+def projection(n, k, seed, rank=4, bias=False, granularity=None):
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(n, k, generator=generator) * torch.rand(n, 1, generator=generator) / k**0.5
+    a, b = (
+        (torch.randn(shape, generator=generator) / size**0.5).requires_grad_()
+        for shape, size in (((rank, k), k), ((n, rank), rank))
+    )
+    return Projection(
+        quantize_ref(weight, E4M3, granularity or PerRow()),
+        torch.randn(n, generator=generator).bfloat16() if bias else None,
+        *((a, b) if rank else (None, None)),
+        scaling=0.5,
+    )
+
+
+def rounded(x):
+    """x through E4M3 per token, the gradient straight through: what the oracle multiplies."""
+    flat = x.detach().float().flatten(0, -2)
+    return x + (dequantize_ref(quantize_ref(flat, E4M3, PerRow())).reshape(x.shape).double() - x).detach()
+
+
+def oracle(p, x):
+    y = x @ dequantize_ref(p.weight).double().mT
+    if p.bias is not None:
+        y = y + p.bias.double()
+    if p.a is not None:
+        y = y + p.scaling * (x @ p.a.double().mT) @ p.b.double().mT
+    return y
+
+
+def inputs(k, seed=0):
+    """Fifteen tokens; the first is zeros."""
+    x = torch.randn(3, 5, k, generator=torch.Generator().manual_seed(seed))
+    x[0, 0] = 0
+    return x.bfloat16()
+
+
+def compare(outputs, wanted, x, wide, parameters, floor=QUANTIZED - 1):
+    grads = [torch.randn(y.shape, generator=torch.Generator().manual_seed(7 + i)) for i, y in enumerate(outputs)]
+    for found, want in zip(outputs, wanted, strict=True):
+        assert found.dtype == torch.bfloat16
+        assert sqnr_db(found, want) > 45, "the same operands: rounding to BF16 alone"
+    torch.autograd.backward(outputs, [g.bfloat16() for g in grads])
+    found = [x.grad, *(p.grad for p in parameters)]
+    for p in parameters:
+        p.grad = None
+    torch.autograd.backward(wanted, [g.bfloat16().double() for g in grads])
+    for mine, theirs in zip(found, [wide.grad, *(p.grad for p in parameters)], strict=True):
+        keep = slice(1, None) if mine.dim() == 3 else slice(None)  # the zero token's gradient through the norm
+        assert sqnr_db(mine[keep], theirs[keep]) > floor
+
+
+@pytest.mark.parametrize("normed", [False, True], ids=["plain", "norm"])
+@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("granularity", [PerRow(), PerTensor()], ids=str)
+def test_three_projections_of_one_input(granularity, rank, normed):
+    k = 64
+    projections = [
+        projection(n, k, seed, rank, bias=seed == 1, granularity=granularity) for seed, n in enumerate((48, 16, 32))
+    ]
+    norm = Norm(torch.rand(k, generator=torch.Generator().manual_seed(5)).bfloat16(), 1e-5) if normed else None
+    x = inputs(k).requires_grad_()
+    wide = x.detach().double().requires_grad_()
+    seen = rounded(F.rms_norm(wide, (k,), norm.weight.double(), norm.epsilon) if norm else wide)
+    parameters = [part for p in projections for part in p.adapter if part is not None]
+    compare(project(x, projections, norm), [oracle(p, seen) for p in projections], x, wide, parameters)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("normed", [False, True], ids=["plain", "norm"])
+def test_gated_mlp(normed, activation):
+    k, n = 64, 96
+    gate, up, down = projection(n, k, 0), projection(n, k, 1), projection(k, n, 2)
+    norm = Norm(torch.rand(k, generator=torch.Generator().manual_seed(5)), 1e-5) if normed else None
+    x = inputs(k).requires_grad_()
+    wide = x.detach().double().requires_grad_()
+    seen = rounded(F.rms_norm(wide, (k,), norm.weight.double(), norm.epsilon) if norm else wide)
+    act = F.silu if activation == "silu" else lambda value: F.gelu(value, approximate="tanh")
+    hidden = act(oracle(gate, seen)) * oracle(up, seen)
+    want = oracle(down, rounded(hidden))
+    y = gated_mlp(x, gate, up, down, activation, norm)
+    assert sqnr_db(y, want) > QUANTIZED  # h is rounded to E4M3 on the far side of a BF16 rounding
+    parameters = [part for p in (gate, up, down) for part in p.adapter]
+    # gate and up are read back from E4M3: their errors meet in every gradient but the last adapter's
+    grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(7)).bfloat16()
+    y.backward(grad)
+    found = [x.grad[1:], *(p.grad for p in parameters)]
+    for p in parameters:
+        p.grad = None
+    want.backward(grad.double())
+    for mine, theirs in zip(found, [wide.grad[1:], *(p.grad for p in parameters)], strict=True):
+        assert sqnr_db(mine, theirs) > QUANTIZED - 5
+
+
+def test_what_is_kept_for_backward():
+    """Codes of the input, nothing of 16 bit but the adapters' small products and, under a norm, x itself."""
+    kept = []
+    p, x = projection(48, 64, 0), inputs(64).requires_grad_()
+
+    def pack(tensor):
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        project(x, [p])
+    wide = [t for t in kept if t.dtype != torch.uint8 and t is not p.a and t is not p.b]
+    assert sum(t.numel() for t in wide) == 15 * (1 + 4)  # scales and low-rank products
+    assert sum(t.numel() for t in kept if t.dtype == torch.uint8) == 15 * 64
+
+
+@pytest.mark.parametrize("power", [-24, 24])
+def test_gradients_scale_with_the_loss(power):
+    """2**24 times the loss: 2**24 times the gradients, bit for bit."""
+
+    def gradients(factor):
+        gate, up, down = projection(96, 64, 0), projection(96, 64, 1), projection(64, 96, 2)
+        x = inputs(64).requires_grad_()
+        y = gated_mlp(x, gate, up, down, "silu", Norm(torch.ones(64), 1e-5))
+        y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(7)).bfloat16() * factor)
+        return [x.grad, *(part.grad for p in (gate, up, down) for part in p.adapter)]
+
+    for mine, plain in zip(gradients(2.0**power), gradients(1.0), strict=True):
+        assert torch.equal(mine.float(), plain.float() * 2.0**power)
+
+
+def test_a_gradient_of_zeros():
+    """What LoRA's zero-initialised B makes of the gradients below: zeros, not NaN."""
+    p, x = projection(48, 64, 0), inputs(64).requires_grad_()
+    (y,) = project(x, [p], Norm(torch.ones(64), 1e-5))
+    y.backward(torch.zeros_like(y))
+    assert not x.grad.any() and not p.a.grad.any() and not p.b.grad.any()
+
+
+def test_no_tokens():
+    p, x = projection(48, 64, 0), inputs(64)[:0].requires_grad_()
+    (y,) = project(x, [p])
+    y.sum().backward()
+    assert y.shape == (0, 5, 48) and x.grad.shape == (0, 5, 64) and not p.a.grad.any()
