@@ -111,7 +111,6 @@ def main() -> int:
         left = normal(m, k)
         show(f"bfloat16 product {n}x{k}", lambda: left @ b.mT, flops=flops)
         show(f"transpose {n}x{k}", lambda: native.transposed(w.codes), nbytes=2 * n * k)
-        del a, w, b, left
     if args.out:
         args.out.write_text(json.dumps({"device": torch.cuda.get_device_name(), "tokens": m, "rows": rows}) + "\n")
     return 0
