@@ -10,6 +10,7 @@ ordinary FP8 codes: same format, same size, same speed.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -62,17 +63,20 @@ class Curvature:
             raise DataError("second moments hold NaN or Inf", fix="Look for NaN in the calibration activations.")
         if bool((moments.diagonal() < 0).any()):
             raise DataError("second moments", got="a negative diagonal", need="sums of squares", fix="Calibrate again.")
-        h = moments.float()
-        order = torch.argsort(h.diagonal(), descending=True, stable=True)
-        h = h[order][:, order]
+        order = torch.argsort(moments.diagonal().float(), descending=True, stable=True)
+        h = moments.float()[order[:, None], order]
         live = h.diagonal() > 0
-        h = h * (live[:, None] & live)
+        h[~live] = 0.0
+        h[:, ~live] = 0.0
         mean = h.diagonal()[live].mean() if bool(live.any()) else h.new_ones(())
         while damping <= MOST_DAMPING:
-            factor, info = torch.linalg.cholesky_ex(h + torch.diag(torch.where(live, damping * mean, mean)))
+            damped = _with_ridge(h, torch.where(live, damping * mean, mean))
+            factor, info = torch.linalg.cholesky_ex(damped)
+            del damped  # K x K of a wide layer is most of a GPU's memory here
             if int(info) == 0:
                 upper, info = torch.linalg.cholesky_ex(torch.cholesky_inverse(factor), upper=True)
                 if int(info) == 0 and bool(torch.isfinite(upper).all()):
+                    upper = upper.contiguous()  # read by rows from now on
                     return cls(order, h, upper, live, damping, damping * mean)
             damping *= 10
         need = "a positive semidefinite matrix, as sums over tokens are"
@@ -88,6 +92,52 @@ class Rounded:
     error_nearest: torch.Tensor
 
 
+class Columns(Protocol):
+    """The part that goes column by column, of at most BLOCK columns at once: float32 [N, B] each, views allowed.
+
+    Rows do not depend on each other. What a column changes in later blocks is left to the caller.
+    """
+
+    def compensate(
+        self, weight: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor, spec: FloatSpec
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """factor [B, B], upper: -> decoded codes, and each column's error divided by its diagonal element."""
+
+    def descend(
+        self, gradient: torch.Tensor, scale: torch.Tensor, y: torch.Tensor, h: torch.Tensor, spec: FloatSpec
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """h [B, B], its diagonal 0 for columns to leave alone: -> better codes, decoded, and (new - old) * scale."""
+
+
+class EagerColumns:
+    """In torch, on any device: the oracle. Columns are rows here, contiguous in memory."""
+
+    def compensate(
+        self, weight: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor, spec: FloatSpec
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        local, scales = weight.mT.contiguous(), scale.mT.contiguous()
+        y, errors = torch.empty_like(local), torch.empty_like(local)
+        for j in range(len(local)):
+            y[j] = nearest(local[j] / scales[j], spec)
+            errors[j] = (local[j] - y[j] * scales[j]) / factor[j, j]
+            local[j + 1 :].addr_(factor[j, j + 1 :], errors[j], alpha=-1)
+        return y.mT, errors.mT
+
+    def descend(
+        self, gradient: torch.Tensor, scale: torch.Tensor, y: torch.Tensor, h: torch.Tensor, spec: FloatSpec
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        local, scales, codes = gradient.mT.contiguous(), scale.mT.contiguous(), y.mT.contiguous()
+        moved, diagonal = torch.zeros_like(local), h.diagonal()
+        for j, live in enumerate((diagonal > 0).tolist()):
+            if not live:
+                continue
+            better = nearest(codes[j] + local[j] / diagonal[j] / scales[j], spec)
+            moved[j] = (better - codes[j]) * scales[j]
+            codes[j] = better
+            local.addr_(h[j], moved[j], alpha=-1)
+        return codes.mT, moved.mT
+
+
 def compensated(
     weight: torch.Tensor,
     curvature: Curvature,
@@ -96,8 +146,11 @@ def compensated(
     spec: FloatSpec,
     *,
     sweeps: int = 1,
+    columns: Columns | None = None,
 ) -> Rounded:
     """weight [N, K] of any float dtype, scale [granularity.scale_shape((N, K))] -> codes. Rows do not depend on others.
+
+    columns: what runs the column loop; default EagerColumns.
 
     Inputs that were always zero are rounded to nearest: nothing depends on them. A row keeps nearest rounding where
     that has the lower error, so no row is ever worse. Deterministic for one device and thread count.
@@ -112,8 +165,11 @@ def compensated(
     plain = nearest(target, spec)
     special = ~torch.isfinite(w)
     w = w.masked_fill(special, 0.0)
-    y = _compensate(w, s, curvature.inverse, spec)
-    y = _descend(w, s, y, h + torch.diag(curvature.live * curvature.ridge), spec, sweeps)
+    columns = columns or EagerColumns()
+    y = _compensate(w, s, curvature.inverse, spec, columns)
+    damped = _with_ridge(h, curvature.live * curvature.ridge)
+    for _ in range(sweeps):
+        y = _descend(w, s, y, damped, spec, columns)
     y = torch.where(curvature.live & ~special, y, plain)
 
     zero = w.new_zeros(())
@@ -126,53 +182,41 @@ def compensated(
     return Rounded(codes, torch.minimum(error, error_nearest), error_nearest)
 
 
-def _compensate(weight: torch.Tensor, scale: torch.Tensor, inverse: torch.Tensor, spec: FloatSpec) -> torch.Tensor:
+def _compensate(
+    weight: torch.Tensor, scale: torch.Tensor, inverse: torch.Tensor, spec: FloatSpec, columns: Columns
+) -> torch.Tensor:
     """One pass over the columns, left to right; returns decoded codes [N, K]."""
-    _n, k = weight.shape
+    k = weight.shape[1]
     work, out = weight.clone(), torch.empty_like(weight)
     for start in range(0, k, BLOCK):
         stop = min(start + BLOCK, k)
-        local = work[:, start:stop].mT.contiguous()  # columns as rows: contiguous in memory
-        scales = scale[:, start:stop].mT.contiguous()
-        errors = torch.empty_like(local)
-        factor = inverse[start:stop, start:stop]
-        for j in range(stop - start):
-            y = nearest(local[j] / scales[j], spec)
-            out[:, start + j] = y
-            errors[j] = (local[j] - y * scales[j]) / factor[j, j]
-            local[j + 1 :].addr_(factor[j, j + 1 :], errors[j], alpha=-1)
+        block = slice(start, stop)
+        out[:, block], errors = columns.compensate(work[:, block], scale[:, block], inverse[block, block], spec)
         if stop < k:
-            work[:, stop:].addmm_(errors.mT, inverse[start:stop, stop:], alpha=-1)
+            work[:, stop:].addmm_(errors, inverse[block, stop:], alpha=-1)
     return out
 
 
 def _descend(
-    weight: torch.Tensor, scale: torch.Tensor, y: torch.Tensor, h: torch.Tensor, spec: FloatSpec, sweeps: int
+    weight: torch.Tensor, scale: torch.Tensor, y: torch.Tensor, h: torch.Tensor, spec: FloatSpec, columns: Columns
 ) -> torch.Tensor:
     """Coordinate descent on tr(E H E^T): each column moves to the code nearest its optimum, the others fixed."""
     k = weight.shape[1]
-    diagonal = h.diagonal()
-    live = (diagonal > 0).tolist()  # once: asking the device for each column would wait for it each time
     y = y.clone()
-    for _ in range(sweeps):
-        gradient = (weight - y * scale) @ h
-        for start in range(0, k, BLOCK):
-            stop = min(start + BLOCK, k)
-            local = gradient[:, start:stop].mT.contiguous()
-            scales, codes = scale[:, start:stop].mT.contiguous(), y[:, start:stop].mT.contiguous()
-            moved = torch.zeros_like(local)
-            inner = h[start:stop, start:stop]
-            for j in range(stop - start):
-                if not live[start + j]:
-                    continue
-                better = nearest(codes[j] + local[j] / diagonal[start + j] / scales[j], spec)
-                moved[j] = (better - codes[j]) * scales[j]
-                codes[j] = better
-                local.addr_(inner[j], moved[j], alpha=-1)
-            y[:, start:stop] = codes.mT
-            if stop < k:
-                gradient[:, stop:].addmm_(moved.mT, h[start:stop, stop:], alpha=-1)
+    gradient = (weight - y * scale) @ h
+    for start in range(0, k, BLOCK):
+        stop = min(start + BLOCK, k)
+        block = slice(start, stop)
+        y[:, block], moved = columns.descend(gradient[:, block], scale[:, block], y[:, block], h[block, block], spec)
+        if stop < k:
+            gradient[:, stop:].addmm_(moved, h[block, stop:], alpha=-1)
     return y
+
+
+def _with_ridge(h: torch.Tensor, ridge: torch.Tensor) -> torch.Tensor:
+    result = h.clone()
+    result.diagonal().add_(ridge)
+    return result
 
 
 def _quadratic(e: torch.Tensor, h: torch.Tensor) -> torch.Tensor:

@@ -182,5 +182,8 @@ def fisher_backward(logits: torch.Tensor, generator: torch.Generator) -> None:
     Drawing from the model, not taking the text's next token, makes the squared gradient estimate the Fisher trace.
     """
     log_p = logits.float().log_softmax(-1)
-    drawn = torch.multinomial(log_p.detach().exp().cpu(), 1, generator=generator).to(logits.device)
+    cumulative = log_p.detach().exp().cumsum(-1)
+    # Uniform numbers of the CPU, so that every device draws alike; times the sum, which float32 makes about 1.
+    uniform = torch.rand((len(logits), 1), generator=generator).to(logits.device) * cumulative[:, -1:]
+    drawn = torch.searchsorted(cumulative, uniform, right=True).clamp(max=logits.shape[-1] - 1)
     (-log_p.gather(-1, drawn)).sum().backward()  # type: ignore[no-untyped-call]

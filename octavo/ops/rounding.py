@@ -15,6 +15,7 @@ from octavo.formats.rounding import Curvature, compensated
 from octavo.formats.scale import mse_scale
 from octavo.formats.scaled import ScaledTensor
 from octavo.ops.backends import Problem, kernels
+from octavo.ops.columns import columns_for
 from octavo.ops.quantize import quantize
 
 # Values of a slice of rows: the columns are a loop, so that more rows at a time cost less each.
@@ -63,7 +64,8 @@ class Compensator:
         curvature = self._curvature(module, place)
         if scale is None:
             scale = self._scale(x.to(place), rule, curvature).to(x.device)
-        found = compensated(x.to(place), curvature, scale.to(place), rule.granularity, rule.spec)
+        here = x.to(place), curvature, scale.to(place), rule.granularity, rule.spec
+        found = compensated(*here, columns=columns_for(place))
         with self._lock:
             self.error += float(found.error.double().sum())
             self.error_nearest += float(found.error_nearest.double().sum())

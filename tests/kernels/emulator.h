@@ -86,17 +86,19 @@ static Exchange exchanges[MAX_THREADS / 32];
 static void __syncthreads() { emulator::wait(emulator::block_barrier); }
 static void sync_warp() { emulator::wait(emulator::warp_barriers[threadIdx.x / 32]); }
 
-static float exchange(float value, int mask) {
+static float broadcast(float value, int lane) {
     emulator::Exchange& shared = emulator::exchanges[threadIdx.x / 32];
     shared.value[threadIdx.x % 32] = value;
     sync_warp();
-    const float other = shared.value[threadIdx.x % 32 ^ mask];
+    const float other = shared.value[lane];
     sync_warp();
     return other;
 }
+static float exchange(float value, int mask) { return broadcast(value, threadIdx.x % 32 ^ mask); }
 
 static inline uint4 load_once(const void* address) { uint4 v; memcpy(&v, address, 16); return v; }
 static inline uint4 load_shared_by_all(const void* address) { return load_once(address); }
+static inline float rounded_product(float a, float b) { return a * b; }
 static inline uint32_t bits_of_float(float value) { uint32_t bits; memcpy(&bits, &value, 4); return bits; }
 static inline float float_of_bits(uint32_t bits) { float value; memcpy(&value, &bits, 4); return value; }
 

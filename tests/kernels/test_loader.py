@@ -46,6 +46,10 @@ VARIANTS += [
     for backward in (0, 1)
     for gelu in (0, 1)
 ]
+VARIANTS += [
+    loader.Variant("round_columns.cu", (("COMPENSATE", passed), ("MANTISSA", 3), ("MAX", 448), ("FINEST", 9)))
+    for passed in (0, 1)
+]
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

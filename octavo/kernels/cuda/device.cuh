@@ -31,7 +31,11 @@ DEVICE uint4 load_shared_by_all(const void* address) { return __ldg(static_cast<
 // The value of the lane whose number differs by the bits of `mask`.
 DEVICE float exchange(float value, int mask) { return __shfl_xor_sync(0xFFFFFFFFu, value, mask); }
 
+// The value of one lane.
+DEVICE float broadcast(float value, int lane) { return __shfl_sync(0xFFFFFFFFu, value, lane); }
+
 DEVICE u32 permute(u32 low, u32 high, u32 selector) { return __byte_perm(low, high, selector); }
+DEVICE float rounded_product(float a, float b) { return __fmul_rn(a, b); }  // never part of a fused multiply-add
 DEVICE float float_of_bits(u32 bits) { return __uint_as_float(bits); }
 DEVICE u32 bits_of_float(float value) { return __float_as_uint(value); }
 

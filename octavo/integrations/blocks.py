@@ -1,0 +1,202 @@
+"""A model block by block: all samples through one block before the next one, each on the device only while it works.
+
+What the device holds at once is one block with its moments, whatever the model's depth; the rest waits in host memory.
+The gradients that Fisher weights need go the same way back: the inputs of blocks are kept, and each block runs again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from octavo.base.errors import CheckpointError, DataError
+from octavo.base.log import Advance
+from octavo.integrations.measuring import decoder
+from octavo.modules.moments import MomentObserver, TokenWeights, fast_products, fisher_backward
+
+Groups = Mapping[str, list[str]]
+Hidden = list[torch.Tensor]  # [1, T, hidden] of each sample, in host memory
+Forward = Callable[..., Any]
+SEED = 0  # of the tokens drawn for the Fisher weights
+
+
+class BlockWalk:
+    """model: in evaluation mode, in host memory or on `device`, where it works. samples: int64 [T] each.
+
+    groups: linears by common input, as in octavo.modules.moments, all of them inside blocks (DataError otherwise).
+    """
+
+    def __init__(self, model: nn.Module, samples: list[torch.Tensor], groups: Groups, device: torch.device) -> None:
+        self.model, self.samples, self.device = model, samples, device
+        self.blocks = blocks_of(model)
+        self.groups: dict[str, dict[str, list[str]]] = {name: {} for name in self.blocks}
+        for key, names in groups.items():
+            owner = next((name for name in self.blocks if key.startswith(f"{name}.")), None)
+            if owner is None:
+                raise DataError(f"{key} is in no block of the model's stack", need="every linear in a block")
+            self.groups[owner][key] = names
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        self._calls: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {name: [] for name in self.blocks}
+        self._first: Hidden = []
+        self._tuple = False  # whether blocks return their result in one
+        self._capture()
+
+    def token_weights(self, advance: Advance) -> dict[str, torch.Tensor]:
+        """Fisher weights, group -> float32 [tokens]: forward through all blocks, and back from the last to the first.
+
+        advance: called with samples, out of 2 x blocks x samples.
+        """
+        entered: dict[str, Hidden] = {}
+        hidden = self._first
+        with torch.no_grad(), fast_products():
+            for name, block in self.blocks.items():
+                entered[name] = hidden
+                with resident(block, self.device):
+                    hidden = self._through(name, hidden)
+                advance(len(self.samples))
+        gradients = self._head_gradients(hidden)
+        weights: dict[str, torch.Tensor] = {}
+        for name, block in reversed(self.blocks.items()):
+            watched = TokenWeights(self.model, self.groups[name])
+            with resident(block, self.device), torch.enable_grad(), fast_products(), watched:
+                for i, x in enumerate(entered.pop(name)):
+                    leaf = x.to(self.device).requires_grad_(True)
+                    out = self._run(name, i, leaf)
+                    out.backward(gradients[i].to(self.device))  # type: ignore[no-untyped-call]
+                    gradients[i] = cast(torch.Tensor, leaf.grad).cpu()
+            advance(len(self.samples))
+            weights.update(watched.finish())
+        return weights
+
+    @torch.no_grad()
+    def moments(
+        self,
+        weights: Mapping[str, torch.Tensor] | None,
+        visit: Callable[[Groups, MomentObserver], object],
+        advance: Advance,
+        *,
+        sequential: bool = False,
+    ) -> None:
+        """Blocks from first to last: `visit(groups, seen)` is given the moments of each, on the device.
+
+        sequential: what `visit` does to the weights in place, a copy, is what the next blocks' inputs come from.
+        weights: as `token_weights` returns them. advance: called with samples, out of blocks x samples.
+        """
+        hidden = self._first
+        for name, block in self.blocks.items():
+            with resident(block, self.device, copy=sequential), fast_products():
+                with MomentObserver(self.model, self.groups[name], weights) as seen:
+                    after = self._through(name, hidden)
+                _check(seen)
+                visit(self.groups[name], seen)
+                hidden = self._through(name, hidden) if sequential else after
+            advance(len(self.samples))
+
+    def _capture(self) -> None:
+        """What each block is called with beside its input, and what the first one is given; no block runs, but once."""
+
+        def forward(name: str, original: Forward, *arguments: Any, **keywords: Any) -> Any:
+            first, hidden = name == next(iter(self.blocks)), _hidden(arguments, keywords)
+            if first and not self._first:
+                with resident(self.blocks[name], self.device):
+                    self._tuple = isinstance(original(*arguments, **keywords), tuple)
+            if first:
+                self._first.append(hidden.cpu())
+            rest = {key: value for key, value in keywords.items() if key != "hidden_states"}
+            self._calls[name].append((arguments[1:], rest))
+            return self._result(hidden)
+
+        with torch.no_grad(), self._instead(forward):
+            for sample in self.samples:
+                decoder(self.model)(input_ids=sample[None].to(self.device), use_cache=False)
+
+    def _head_gradients(self, hidden: Hidden) -> Hidden:
+        """hidden: after the last block -> gradients there of a drawn token's negative log-likelihood."""
+        generator = torch.Generator().manual_seed(SEED)
+        gradients = []
+        leaf = torch.empty(0)
+
+        def forward(name: str, original: Forward, *arguments: Any, **keywords: Any) -> Any:
+            return self._result(leaf)
+
+        with torch.enable_grad(), fast_products(), self._instead(forward):
+            for sample, x in zip(self.samples, hidden, strict=True):
+                leaf = x.to(self.device).requires_grad_(True)
+                tokens = sample[None].to(self.device)
+                fisher_backward(cast(Any, self.model)(input_ids=tokens, use_cache=False).logits[0], generator)
+                gradients.append(cast(torch.Tensor, leaf.grad).cpu())
+        return gradients
+
+    def _through(self, name: str, hidden: Hidden) -> Hidden:
+        return [self._run(name, i, x.to(self.device)).cpu() for i, x in enumerate(hidden)]
+
+    def _run(self, name: str, sample: int, hidden: torch.Tensor) -> torch.Tensor:
+        arguments, keywords = self._calls[name][sample]
+        result = self.blocks[name](hidden, *arguments, **keywords)
+        return cast(torch.Tensor, result[0] if self._tuple else result)
+
+    def _result(self, hidden: torch.Tensor) -> Any:
+        return (hidden,) if self._tuple else hidden
+
+    @contextmanager
+    def _instead(self, forward: Forward) -> Iterator[None]:
+        """Inside, the model without its blocks is on the device, and forward(name, original, ...) runs for a block."""
+        inside = {id(t) for block in self.blocks.values() for t in (*block.parameters(), *block.buffers())}
+        originals = {name: block.forward for name, block in self.blocks.items()}
+
+        def bound(name: str) -> Forward:
+            return lambda *arguments, **keywords: forward(name, originals[name], *arguments, **keywords)
+
+        with resident(self.model, self.device, but=inside):
+            try:
+                for name, block in self.blocks.items():
+                    block.forward = bound(name)
+                yield
+            finally:
+                for block in self.blocks.values():
+                    del block.forward  # the class's own again
+
+
+def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The stack of blocks of a causal language model, by name in order. DataError for a model without one."""
+    inner = decoder(model)
+    stacks = [child for child in inner.children() if isinstance(child, nn.ModuleList) and len(child)]
+    if not stacks:
+        raise DataError(f"{type(model).__name__} has no stack of blocks", need="a list of decoder layers")
+    stack = max(stacks, key=lambda child: sum(p.numel() for p in child.parameters()))
+    prefix = next(name for name, module in model.named_modules() if module is stack)
+    return {f"{prefix}.{i}": block for i, block in enumerate(stack)}
+
+
+@contextmanager
+def resident(
+    module: nn.Module, device: torch.device, *, copy: bool = False, but: set[int] | None = None
+) -> Iterator[None]:
+    """Parameters and buffers on `device` inside, and what they were before afterwards, whatever became of the copies.
+
+    copy: even where they are there already. but: ids of tensors to leave alone.
+    """
+    tensors = [t for t in (*module.parameters(), *module.buffers()) if id(t) not in (but or ())]
+    before = [t.data for t in tensors]
+    for t in tensors:
+        t.data = t.data.to(device, copy=copy)
+    try:
+        yield
+    finally:
+        for t, data in zip(tensors, before, strict=True):
+            t.data = data
+
+
+def _hidden(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> torch.Tensor:
+    return cast(torch.Tensor, arguments[0] if arguments else keywords["hidden_states"])
+
+
+def _check(seen: MomentObserver) -> None:
+    for key, matrix in seen.matrices.items():
+        if not bool(torch.isfinite(matrix.diagonal()).all()):
+            raise CheckpointError(f"the input of {key} holds NaN or Inf", fix="Check the weights, or use float32.")
