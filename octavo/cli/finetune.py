@@ -27,7 +27,7 @@ def finetune(
     out: Annotated[Path | None, option("The run folder.", None, "DIR")] = None,
     data: Annotated[str | None, option("Texts, conversations, or prompts with completions.", None, "DATA")] = None,
     eval_data: Annotated[str | None, option("For held-out perplexity.", None, "DATA")] = None,
-    mode: Annotated[str | None, option("Over the FP8 base, or over 16 bit first.", "lora", "lora|two-stage")] = None,
+    mode: Annotated[str | None, option("Over the FP8 base, or else.", "lora", "lora|two-stage|fp8-aware")] = None,
     scheme: Annotated[str | None, option("Of the base.", "channel", SCHEMES)] = None,
     scale_format: Annotated[str | None, option("Of its scales.", "fp32", "fp32|po2")] = None,
     skip: Annotated[list[str] | None, option("Stays in 16 bit: a name, a glob, or re:...", None, "PATTERN")] = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,10 +14,12 @@ from torch import nn
 
 from octavo.base.errors import CheckpointError, ConfigError
 from octavo.base.log import progress
+from octavo.formats.granularity import PerTensor
 from octavo.formats.recipe import Recipe
 from octavo.integrations.hub import first_line, load_tokenizer, resolve_model
 from octavo.integrations.load_plan import LoadPlan, sources_on_disk
 from octavo.integrations.transformers import auto_class, device_of, load, load_config, refuse_other_methods
+from octavo.modules.convert import convert
 from octavo.modules.divergence import Perplexity, window_nll
 from octavo.store.moments import Moments
 from octavo.store.run import RunFolder
@@ -71,6 +73,26 @@ def open_model(
     return Opened(model.eval(), load_tokenizer(folder), folder)
 
 
+def load_merged(folder: Path, recipe: Recipe, *, device: str | None, dtype: torch.dtype) -> PreTrainedModel:
+    """The model in 16 bit whose linears round at every call, as `recipe` and a compressed-tensors file have it.
+
+    ConfigError for what an export rounds otherwise: experts in stacks, and scales that fused siblings share.
+    """
+    checkpoint = Checkpoint.open(folder)
+    shapes, layers = checkpoint.shapes(), checkpoint.layers
+    plain = recipe.assign(shapes, layers=layers)
+    fitted = recipe.assign(shapes, layout="ct", layers=layers, config=checkpoint.text_config)
+    where = f"training through the rounding of {folder}"
+    if any(found.rule is not None and found.role == "expert" for found in fitted.values()):
+        raise ConfigError(where, got="a mixture of experts", need="linears", fix="Use mode lora.")
+    if any(found.rule is not None and isinstance(found.rule.granularity, PerTensor) for found in fitted.values()):
+        got = "one scale for fused siblings"
+        raise ConfigError(where, got=got, need="scales per channel or block", fix="Use --scheme channel.")
+    changed = tuple((name, found.rule) for name, found in fitted.items() if found.rule != plain[name].rule)
+    recipe = replace(recipe, overrides=(*changed, *recipe.overrides))
+    return convert(load_base(folder, None, device=device, dtype=dtype), recipe, trainable=True)
+
+
 def is_run(name: str | Path) -> bool:
     """Whether this is the run folder of a fine-tune, finished or not."""
     folder = Path(name)
@@ -93,10 +115,14 @@ def _open_run(
     if recipe is not None:
         fix = "Leave the scheme out, or evaluate the exported checkpoint."
         raise ConfigError(f"run {run.path} has quantized its base itself", got=f"scheme '{recipe.name}'", fix=fix)
-    if settings["mode"] == "lora":
+    if settings["mode"] != "two-stage":
         recipe = Recipe.named(settings["scheme"], activation=mode, scale_format=settings["scale_format"])
         recipe = run.read_policy().apply(recipe)
         scales = scales or settings["scales"]
+    if recipe is not None and settings["mode"] == "fp8-aware":
+        folder = resolve_model(settings["model"])
+        model = load_merged(folder, recipe, device=device, dtype=dtype)
+        return Opened(load_adapter(model, run.adapter).eval(), load_tokenizer(folder), folder)
     static = scales if mode == "static" else None
     base = open_model(settings["model"], recipe=recipe, scales=static, device=device, dtype=dtype)
     return Opened(load_adapter(base.model, run.adapter).eval(), base.tokenizer, base.folder)

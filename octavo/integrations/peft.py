@@ -27,6 +27,7 @@ from octavo.formats.measure import delta_kept
 from octavo.formats.scaled import ScaledTensor
 from octavo.modules.experts import FrozenFloat8Experts
 from octavo.modules.frozen import FrozenFloat8Linear
+from octavo.modules.linear import Float8Linear
 from octavo.ops.quantize import dequantize, quantize
 
 KEPT_WARNING = 0.9
@@ -109,10 +110,37 @@ class Float8LoraLinear(LoraLinear):  # type: ignore[misc]
         return cast(torch.Tensor, (start.float() if so_far is None else so_far) + extra)
 
 
+class MergedLoraLinear(LoraLinear):  # type: ignore[misc]
+    """y = x W^T + bias with W = base weight + scaling * B A, rounded to FP8 at every call: the base is a Float8Linear.
+
+    What trains is what octavo export writes: it adds in float32 too, and rounds to nearest by the same rule. Gradients
+    pass the rounding unchanged. Costs the gradient of a whole weight, and a rounding, per layer and pass.
+    """
+
+    def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any) -> None:
+        check_config(config)
+        if config.lora_dropout:
+            fix = "Leave lora_dropout out."
+            raise ConfigError("lora_dropout over Float8Linear", got="a sum that cannot be dropped in part", fix=fix)
+        super().update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        base = cast(Float8Linear, self.base_layer)
+        if self.disable_adapters or self.merged:
+            return cast(torch.Tensor, base(x))
+        weight = base.weight.float()
+        with torch.autocast(x.device.type, enabled=False):  # exports add in float32
+            for name in self.active_adapters:
+                if name in self.lora_A:
+                    a, b = self.lora_A[name].weight.float(), self.lora_B[name].weight.float()
+                    weight = weight + self.scaling[name] * (b @ a)
+        return base.with_weight(x, weight)
+
+
 def register(config: LoraConfig) -> LoraConfig:
-    """Tell this config to build Float8LoraLinear over FrozenFloat8Linear; checks it first. Returns the same object."""
+    """Tell this config to build our LoRA layers over our linears; checks it first. Returns the same object."""
     check_config(config)
-    config._register_custom_module({FrozenFloat8Linear: Float8LoraLinear})
+    config._register_custom_module({FrozenFloat8Linear: Float8LoraLinear, Float8Linear: MergedLoraLinear})
     return config
 
 

@@ -15,6 +15,7 @@ from octavo.formats.granularity import PerTensor
 from octavo.formats.recipe import Assignment, Recipe, Rule
 from octavo.formats.scale import scale_of
 from octavo.modules.frozen import FrozenFloat8Linear
+from octavo.modules.linear import Float8Linear
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -25,11 +26,13 @@ def convert(
     *,
     activation: str | None = None,
     input_scales: Mapping[str, float] | None = None,
+    trainable: bool = False,
 ) -> Model:
     """Quantize the linear layers that `recipe` names, in place, one at a time. Returns the model.
 
     recipe: a Recipe or the name of a preset. activation: instead of the recipe's: `none` keeps activations as they
     are, the others imitate what an engine does to them. input_scales: module name -> scale, for `static`.
+    trainable: keep the weights as they are and quantize them at every call (Float8Linear).
     Only plain nn.Linear layers are taken; a weight that two modules share stays as it is. ConfigError where `static`
     lacks a scale or the recipe takes no layer at all.
     """
@@ -48,11 +51,16 @@ def convert(
         raise ConfigError(what, fix="Calibrate the model, or use activation 'token'.")
     scales = _shared_scales(linears, taken)
     for name, rule in taken.items():
+        if trainable:
+            model.set_submodule(name, Float8Linear.from_linear(linears[name], rule, mode))
+            continue
         input_scale = (input_scales or {})[name] if mode == "static" else None
         scale = scales.get(name)
         new = FrozenFloat8Linear.from_linear(linears[name], rule, mode, input_scale=input_scale, scale=scale)
         model.set_submodule(name, new)
-    logger().info("converted %d of %d linear layers to FP8", len(taken), len(linears))
+    logger().info(
+        "converted %d of %d linear layers to FP8%s", len(taken), len(linears), " per call" if trainable else ""
+    )
     return model
 
 

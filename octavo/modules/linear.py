@@ -44,9 +44,13 @@ class Float8Linear(nn.Linear):
         return new.train(linear.training)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.with_weight(x, self.weight)
+
+    def with_weight(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """y for another weight [N, K] of any float dtype, which is quantized in that dtype; differentiable in it."""
         if self.activation != "none":
             x = fake_quantize(x, self.input_rule)
-        return nn.functional.linear(x, fake_quantize(self.weight, self.rule), self.bias)
+        return nn.functional.linear(x, fake_quantize(weight, self.rule).to(x.dtype), self.bias)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, rule={self.rule}, activation={self.activation}"

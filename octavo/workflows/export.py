@@ -126,6 +126,9 @@ def export(config: ExportConfig) -> ExportReport:
     folder = resolve_model(config.model or _base_of(run))
     source = Checkpoint.open(folder)
     run.require_model(fingerprint(source))
+    if settings["mode"] == "fp8-aware" and config.merge != "original":
+        what, fix = "trained through the rounding of original weights plus adapter", "Use --merge original."
+        raise RefusedError(f"merge '{config.merge}'", got=f"a run {what}", fix=fix)
     adapter = Adapter.open(run.adapter)
     is_fp8 = "quantization_config" in source.config
     if is_fp8 and config.merge == "original":

@@ -1,4 +1,4 @@
-"""finetune: LoRA over an FP8 base (or over the 16-bit model first), with TRL's trainer, into a run folder.
+"""finetune: LoRA over an FP8 base, over 16 bit first, or through the rounding of the sum; TRL's trainer, a run folder.
 
 The base stays frozen: codes, norms, embeddings and head are as loaded. Adapters, their gradients and the optimizer
 are float32. Held-out perplexity is measured before and after on the same windows.
@@ -23,9 +23,10 @@ from octavo.base.report import Config, Report
 from octavo.formats.recipe import ACTIVATIONS, Recipe
 from octavo.integrations.data import TextData, load_data, token_windows
 from octavo.integrations.hub import load_tokenizer, resolve_model
-from octavo.integrations.measuring import compute_dtype, is_fp8, load_base, perplexity
+from octavo.integrations.measuring import compute_dtype, is_fp8, load_base, load_merged, perplexity
 from octavo.modules.convert import convert
 from octavo.modules.frozen import FrozenFloat8Linear
+from octavo.modules.linear import Float8Linear
 from octavo.store.manifest import Manifest, fingerprint
 from octavo.store.policy import Policy, PolicyEntry
 from octavo.store.run import RunFolder, whole_folder
@@ -60,9 +61,10 @@ class FinetuneConfig(Config):
     dataset or `demo`: texts, conversations, or prompts with completions. eval_data: the same, for held-out perplexity.
 
     mode: `lora` trains over the FP8 base that is served later; `two-stage` over the 16-bit model, which export then
-    quantizes. scheme, scale_format, skip, scales: how the base is quantized. activation: what the linears do to
-    their inputs while training; `token`, `group128` and `static` imitate the served model. policy: policy.json of the
-    model, from octavo tune; the run keeps it, and export follows.
+    quantizes; `fp8-aware` through the rounding of base + adapter, as export merges it. scheme, scale_format, skip,
+    scales: how the base is quantized. activation: what the linears do to their inputs while training; `token`,
+    `group128` and `static` imitate the served model. policy: policy.json of the model, from octavo tune; the run keeps
+    it, and export follows.
     rank, alpha, dropout, rslora, target_modules: of LoRA. warmup: steps, or a share of them if below 1.
     max_steps: instead of epochs. packing: cut samples of exactly `context` tokens from the joined text (default for
     texts). completion_only: count the loss on answers only (default where the data says prompt and completion).
@@ -77,7 +79,7 @@ class FinetuneConfig(Config):
     out: Path
     data: str
     eval_data: str | None = None
-    mode: Literal["lora", "two-stage"] = "lora"
+    mode: Literal["lora", "two-stage", "fp8-aware"] = "lora"
     scheme: str = "channel"
     scale_format: str = "fp32"
     skip: tuple[str, ...] = ()
@@ -125,18 +127,17 @@ class FinetuneConfig(Config):
         if self.activation == "static" and self.scales is None:
             fix = "Give --scales scales.json, written by octavo calibrate."
             raise ConfigError("activation 'static'", got="no scales", need="calibrated scales", fix=fix)
+        if self.mode == "fp8-aware" and (self.activation == "static" or self.dropout):
+            got = "activation 'static'" if self.activation == "static" else f"dropout {self.dropout:g}"
+            raise ConfigError("mode fp8-aware", got=got, need="activation none, token or group128, and no dropout")
         if self.mode == "two-stage" and self.activation != "none":
             raise ConfigError("activation in mode two-stage", got=f"'{self.activation}'", need="'none'")
         if self.dora:
-            fix = "Use rslora, or train DoRA on the 16-bit model with PEFT."
-            raise ConfigError(
-                "dora: it rescales by the norm of the base weight, and an export would have to undo it", fix=fix
-            )
+            what = "dora: it rescales by the norm of the base weight, and an export would have to undo it"
+            raise ConfigError(what, fix="Use rslora, or train DoRA on the 16-bit model with PEFT.")
         if self.init not in ("default", "gaussian"):
-            raise ConfigError(
-                f"init '{self.init}': it decomposes or changes the base weight, which stays as FP8 codes",
-                need="default or gaussian",
-            )
+            what = f"init '{self.init}': it decomposes or changes the base weight, which stays as FP8 codes"
+            raise ConfigError(what, need="default or gaussian")
         if self.eval_every and self.eval_data is None:
             raise ConfigError("eval_every", got="no eval_data", fix="Name the held-out text with --eval-data.")
         if self.keep_best and not self.eval_every:
@@ -194,8 +195,8 @@ def finetune(config: FinetuneConfig) -> FinetuneReport:
     folder = resolve_model(config.model)
     tokenizer = load_tokenizer(folder)
     windows = _held_out(config, tokenizer)
-    if config.mode == "two-stage" and is_fp8(folder):
-        raise ConfigError("mode two-stage", got=f"{folder} in FP8", need="a 16-bit model", fix="Use mode lora.")
+    if config.mode != "lora" and is_fp8(folder):
+        raise ConfigError(f"mode {config.mode}", got=f"{folder} in FP8", need="a 16-bit model", fix="Use mode lora.")
     checkpoint = Checkpoint.open(folder)
     source = fingerprint(checkpoint)
     recipe, policy = _decide(config, checkpoint, source)
@@ -292,8 +293,10 @@ def _held_out_perplexity(model: torch.nn.Module, windows: torch.Tensor) -> float
 
 
 def _base(config: FinetuneConfig, folder: Path, checkpoint: Checkpoint, recipe: Recipe) -> Any:
-    scales = Scales.load(config.scales, model=checkpoint) if config.scales else None
     dtype = compute_dtype("auto", config.device)
+    if config.mode == "fp8-aware":
+        return load_merged(folder, recipe, device=config.device, dtype=dtype)
+    scales = Scales.load(config.scales, model=checkpoint) if config.scales else None
     return load_base(
         folder, recipe if config.mode == "lora" else None, device=config.device, dtype=dtype, scales=scales
     )
@@ -373,7 +376,11 @@ def _layers(model: Any) -> tuple[int, int, int]:
     from octavo.integrations.peft import adapted_layers
 
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return trainable, len(adapted_layers(model)), sum(isinstance(m, FrozenFloat8Linear) for m in model.modules())
+    return (
+        trainable,
+        len(adapted_layers(model)),
+        sum(isinstance(m, Float8Linear | FrozenFloat8Linear) for m in model.modules()),
+    )
 
 
 def _tokens_per_step(config: FinetuneConfig) -> int:
