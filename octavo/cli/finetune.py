@@ -61,7 +61,7 @@ def finetune(
     seed: Annotated[int | None, option("Of adapters and order.", 0)] = None,
     report_to: Annotated[list[str] | None, option("tensorboard, wandb, trackio.", None, "NAME")] = None,
     resume: Annotated[str | None, option("auto continues what is there.", "never", "never|auto|must")] = None,
-    save_every: Annotated[int | None, option("Steps between snapshots, 0: none.", 50)] = None,
+    save_every: Annotated[int | None, option("Steps a kill can cost at most, 0: no snapshots.", 50)] = None,
     adapter_only_every: Annotated[int | None, option("Steps between saves of the adapter alone.", 0)] = None,
     keep: Annotated[int | None, option("Snapshots that stay.", 2)] = None,
     keep_every: Annotated[int | None, option("Those at multiples stay too, 0: none.", 0)] = None,

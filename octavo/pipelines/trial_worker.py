@@ -77,7 +77,7 @@ def _ending(folder: Path, steps: int, device: str) -> dict[str, Any]:
     return {
         "out": folder / "run",
         "max_steps": steps,
-        "save_every": steps,
+        "save_every": 2 * steps,  # one snapshot, half way: at the end
         "keep": 1,
         "eval_tokens": EVAL_TOKENS,
         "device": device,

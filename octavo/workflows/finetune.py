@@ -69,10 +69,11 @@ class FinetuneConfig(Config):
     max_steps: instead of epochs. packing: cut samples of exactly `context` tokens from the joined text (default for
     texts). completion_only: count the loss on answers only (default where the data says prompt and completion).
     gradient_checkpointing: default on GPUs. resume: `auto` continues `out` where it has something to continue, `must`
-    insists, `never` wants a new folder. save_every, adapter_only_every, eval_every: steps, 0 for never; of adapter-only
-    snapshots those since the last full one stay. keep, keep_every, keep_best: full snapshots that stay: the last, those
-    at multiples, the one with the best held-out perplexity. snapshot_url: object storage to copy them to. grace:
-    seconds for the last snapshot after SIGTERM, SIGINT or (with spot) the notice of EC2.
+    insists, `never` wants a new folder. save_every: steps that a kill costs at most; a snapshot is due twice as often.
+    adapter_only_every, eval_every: steps between; 0 for never; of adapter-only snapshots those since the last full one
+    stay. keep, keep_every, keep_best: full snapshots that stay: the last, those at multiples, the one with the best
+    held-out perplexity. snapshot_url: object storage to copy them to. grace: seconds for the last snapshot after
+    SIGTERM, SIGINT or (with spot) the notice of EC2.
     """
 
     model: str

@@ -39,7 +39,7 @@ def settings(model, text, out, **more):
             "micro_batch": 2,
             "accumulation": 2,
             "context": 32,
-            "save_every": 2,
+            "save_every": 4,
             **more,
         }
     )

@@ -31,11 +31,15 @@ from octavo.store.snapshot.state import TrainingState, load_random, read_trainin
 from octavo.store.snapshot.writer import Failure, SnapshotWriter
 
 NOTHING: Callable[[], Mapping[str, str]] = dict
+PATIENCE = 240.0  # seconds; other ranks wait in a collective meanwhile, and NCCL ends those after 600
+SLOW = 10.0  # seconds of waiting for the disk that are worth a message
 
 
 class Snapshots:
-    """every: steps between full snapshots, 0: none but those `save` asks for. adapter_every: the same for the trained
-    weights alone. keep_last, keep_every: full snapshots that stay, and those at multiples.
+    """every: the most steps that a kill can cost, at any instant. Full snapshots are taken at its multiples and half
+    way between, and an optimizer step waits for the disk where more would be at risk; 0: only what `save` asks for.
+    adapter_every: steps between saves of the trained weights alone. keep_last, keep_every: full snapshots that stay,
+    and those at multiples.
 
     remote: url of object storage, to which full snapshots are copied; remote_options: for fsspec's file system.
     settings: what shapes the result; a resume with others is refused. base: fingerprint of the frozen model.
@@ -76,6 +80,8 @@ class Snapshots:
         self.stalls: list[float] = []  # seconds that training stood still, one a snapshot
         self._failed: Failure | None = None
         self._saved: int | None = None
+        self._reached = 0
+        self._told_of_waiting = False
         self._preparing: threading.Thread | None = None
         self._prepared = False
         self._until = 0.0
@@ -114,15 +120,21 @@ class Snapshots:
         except BaseException:
             session.close()
             raise
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world))
         self.writer = SnapshotWriter(
-            session.folder, lock=session.lock, remote=self.remote, processes=local, start=self._start
+            session.folder,
+            lock=session.lock,
+            remote=self.remote,
+            processes=int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world)),
+            patience=PATIENCE if ranks.world > 1 else None,
+            hurried=lambda: self.stop is not None and self.stop.reason is not None,
+            start=self._start,
         )
         self._saved = self.writer.durable = session.step
+        self._reached = session.step or 0
         if self.remote and session.step is not None and ranks.rank == 0:  # the run may have died before its upload
             self.writer.upload(Job(session.step, "full", session.run, session.life, keep=self.keep))
         self.stop = StopRequest(self._spot) if self._take_signals else None
-        self._hook = state.optimizer.register_step_pre_hook(lambda *_: self.writer.before_update())
+        self._hook = state.optimizer.register_step_pre_hook(lambda *_: self._before_update())
 
     def restore_random(self) -> None:
         """The random states of the snapshot: after whatever else draws numbers on the way to the first step."""
@@ -155,7 +167,8 @@ class Snapshots:
             self._asked = self.stop.reason if self.stop and self.stop.reason else "another rank"
             self._last(step)
             return True
-        if self.every and step % self.every == 0:
+        self._reached = step
+        if self.every and step % self.every in (0, self.every // 2):
             self.save(step)
         elif self.adapter_every and step % self.adapter_every == 0:
             self.save(step, "adapter")
@@ -230,6 +243,18 @@ class Snapshots:
         if self.stop:
             self.stop.close()
         return whole
+
+    def _before_update(self) -> None:
+        """The step that comes may be taken once, with it, no more than `every` are at risk."""
+        self.writer.before_update(self._reached + 1 - self.every if self.every else 0)
+        if self.writer.waited > SLOW and not self._told_of_waiting:
+            self._told_of_waiting = True
+            logger().warning(
+                "training has waited %.0f s for snapshots: one takes the disk %.1f s, longer than half of %d steps",
+                self.writer.waited,
+                self.writer.seconds or 0.0,
+                self.every,
+            )
 
     def _last(self, step: int) -> None:
         """The snapshot before the end, within `grace` seconds; `close` takes what is left of them."""

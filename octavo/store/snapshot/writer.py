@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +22,8 @@ from octavo.store.snapshot.jobs import FilePlan, Job, write
 from octavo.store.snapshot.layout import Layout
 from octavo.store.snapshot.process import Process, Start, start_process
 from octavo.store.snapshot.staging import Lane, Staged, lane_for, stage
+
+LOOK = 0.1  # seconds between looks at whether there is still time to wait
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,9 @@ class _Submitted:
 class SnapshotWriter:
     """One writer process and at most two host buffers.
 
-    Before an optimizer step is taken, every snapshot but the newest is durable or has failed: `before_update`. With one
-    buffer the wait is in `submit`. Without any, `submit` writes here, in the training process, and says so once.
+    Before an optimizer step is taken, every snapshot but the newest is durable or has failed, and the newest too where
+    that step would leave too much at risk: `before_update`. With one buffer the wait is in `submit`. Without any,
+    `submit` writes here, in the training process, and says so once.
     """
 
     def __init__(
@@ -52,13 +55,21 @@ class SnapshotWriter:
         lock: int | None = None,
         remote: dict[str, Any] | None = None,
         processes: int = 1,
+        patience: float | None = None,
+        hurried: Callable[[], bool] = lambda: False,
         start: Start = start_process,
     ) -> None:
-        """remote: {"url", "options"} of object storage. processes: ranks on this machine, which share its memory."""
+        """remote: {"url", "options"} of object storage. processes: ranks on this machine, which share its memory.
+
+        patience: seconds that training waits for a disk that does not answer, then it goes on without; None: for ever.
+        hurried: True once nobody has the time to wait.
+        """
         self.folder, self._lock, self._remote, self._processes = folder, lock, remote, processes
-        self.durable: int | None = None  # the newest step known to be on disk
+        self._patience, self._hurried, self._stuck = patience, hurried, False
+        self.durable: int | None = None  # the newest step known to be on disk, to continue from
         self.uploaded: int | None = None
         self.seconds: float | None = None  # that the last write took
+        self.waited = 0.0  # seconds that optimizer steps waited for the disk
         self._start = start
         self._failures: list[Failure] = []
         self._channel: Channel | None = None
@@ -102,7 +113,9 @@ class SnapshotWriter:
             self._write_here(job, layout)
             return time.perf_counter() - started
         with self._changed:
-            self._changed.wait_for(lambda: self._free)
+            if not self._waited_for(lambda: bool(self._free)):
+                self._fail(job.step, "the one before it is still being written")
+                return time.perf_counter() - started
             index = self._free.popleft()
             self._open += 1
         self._lane = self._lane or lane_for(layout)
@@ -116,14 +129,31 @@ class SnapshotWriter:
             self._changed.notify_all()
         return time.perf_counter() - started
 
-    def before_update(self) -> None:
-        """Call before parameters change. Queues a wait for the copy on the device, and bounds what is in flight."""
+    def before_update(self, need: int) -> None:
+        """Call before parameters change. Queues a wait for the copy on the device, and bounds what a kill can cost:
+        waits until the snapshot of step `need`, or a newer one, is durable or nothing is in flight that could be."""
         if self._staged is not None:
             self._staged.hold_training()
             self._staged = None
-        if self._open > 1:
-            with self._changed:
-                self._changed.wait_for(lambda: self._open <= 1)
+        if self._settled(need):
+            return
+        started = time.perf_counter()
+        with self._changed:
+            self._waited_for(lambda: self._settled(need))
+        self.waited += time.perf_counter() - started
+
+    def _settled(self, need: int) -> bool:
+        return self._open == 0 or (self._open == 1 and (self.durable or 0) >= need)
+
+    def _waited_for(self, what: Callable[[], bool]) -> bool:
+        """With `_changed` held. False: out of patience, now or before, or in a hurry."""
+        until = None if self._patience is None else time.monotonic() + self._patience
+        while not what():
+            self._stuck |= until is not None and time.monotonic() >= until
+            if self._stuck or self._hurried():
+                return False
+            self._changed.wait(LOOK)
+        return True
 
     def drain(self, timeout: float | None = None) -> bool:
         """Wait until nothing is in flight; False if that took longer than timeout seconds."""
@@ -190,6 +220,7 @@ class SnapshotWriter:
     def _finished(self, buffer: int) -> None:
         with self._changed:
             self._open -= 1
+            self._stuck = False
             self._free.append(buffer)
             self._changed.notify_all()
 
@@ -227,7 +258,9 @@ class SnapshotWriter:
     def _note(self, news: Message) -> None:
         event = news["event"]
         if event == "durable":
-            self.durable, self.seconds = news["step"], news["seconds"]
+            self.seconds = news["seconds"]
+            if news["kind"] == "full":
+                self.durable = news["step"]
         elif event == "uploaded":
             self.uploaded = news["step"]
         elif event in ("failed", "not-uploaded"):
@@ -244,7 +277,9 @@ class SnapshotWriter:
         started = time.monotonic()
         try:
             write(self.folder, job, lambda plan: _through_memory(layout, plan), None, lambda: None)
-            self.durable, self.seconds = job.step, time.monotonic() - started
+            self.seconds = time.monotonic() - started
+            if job.kind == "full":
+                self.durable = job.step
             if job.rank == 0:
                 self.folder.prune(job.run, job.keep)
                 if self._remote is not None:

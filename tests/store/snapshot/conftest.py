@@ -35,10 +35,10 @@ def train(state, snapshots, begin, end):
 
 @pytest.fixture
 def new(tmp_path):
-    """Snapshots in tmp_path/snapshots whose writer uses the given Files."""
+    """Snapshots in tmp_path/snapshots, at every second step, whose writer uses the given Files."""
 
     def build(files=None, **options):
-        options = {"every": 2, "signals": False, "exits": False, "start": fork_worker(files or Files()), **options}
+        options = {"every": 4, "signals": False, "exits": False, "start": fork_worker(files or Files()), **options}
         return Snapshots(tmp_path / "snapshots", **options)
 
     return build

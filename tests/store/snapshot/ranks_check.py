@@ -34,7 +34,7 @@ def run(kind, folder, until):
     model, optimizer = build(kind)
     state = TrainingState(model, optimizer)
     torch.manual_seed(dist.get_rank())
-    snapshots = Snapshots(folder, every=3, signals=False)
+    snapshots = Snapshots(folder, every=6, signals=False)
     begin, losses = snapshots.start(state), {}
     for step in range(begin, until):
         loss = model(torch.randn(4, 6)).square().mean()

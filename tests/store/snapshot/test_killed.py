@@ -30,9 +30,6 @@ def kill(model, kills, *more):
     found = json.loads(done.stdout.splitlines()[-1])
     assert done.returncode == 0 and found["wrong"] == [], found
     assert found["kills"] >= kills and found["resumed"] > kills // 4, found
-    # A life may end with one snapshot not yet on disk, just before the next is taken; a writer that is killed takes one
-    # more with it.
-    assert max(map(int, found["steps_lost"])) <= 3 * found["every"], found
     return found
 
 

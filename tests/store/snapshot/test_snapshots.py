@@ -42,6 +42,18 @@ class Broken(Files):
         return super().create(path, size)
 
 
+class Hanging(Files):
+    """No file is made while `flag` is there."""
+
+    def __init__(self, flag):
+        self.flag = flag
+
+    def create(self, path, size):
+        while self.flag.exists():
+            time.sleep(0.005)
+        return super().create(path, size)
+
+
 def test_resumed_is_the_same_to_the_bit(new, tmp_path):
     """Through the real writer process; on the way an optimizer without tensors for its counts would differ."""
     straight, state = new(every=0), make_state()
@@ -144,15 +156,51 @@ def test_a_writer_that_is_killed_costs_one_snapshot(new, caplog):
     assert SnapshotFolder(snapshots.path).steps() == [2, 6]
 
 
-def test_one_snapshot_at_most_is_behind_at_every_step(new, tmp_path):
-    snapshots, state = new(Broken(tmp_path / "no", slow=0.05), every=1, keep_last=9), make_state()
+@pytest.mark.parametrize("every", [1, 2, 3, 4])
+def test_a_kill_costs_one_interval_at_most_at_every_instant(new, tmp_path, every):
+    """A disk slower than training: what is at risk right after each optimizer step, when it is most."""
+    snapshots, state = new(Broken(tmp_path / "no", slow=0.02), every=every, keep_last=9), make_state()
     snapshots.start(state)
-    for step in range(5):
-        train(state, snapshots, step, step + 1)
-        snapshots.writer.before_update()
-        assert (snapshots.durable or 0) >= step
-    assert len(snapshots.writer._buffers) == 2
+    done, at_risk = [], []
+    state.optimizer.register_step_post_hook(
+        lambda *_: (done.append(1), at_risk.append(len(done) - (snapshots.durable or 0)))
+    )
+    train(state, snapshots, 0, 9)
     snapshots.close()
+    assert max(at_risk) == every
+    assert {n for n in range(1, 10) if n % every == 0} <= set(SnapshotFolder(snapshots.path).steps())
+
+
+def test_one_failed_write_makes_training_wait_and_costs_no_more(new, tmp_path, caplog):
+    flag = tmp_path / "full"
+    snapshots, state = new(Broken(flag, slow=0.02), every=4, keep_last=9), make_state()
+    snapshots.start(state)
+    train(state, snapshots, 0, 2)
+    snapshots.writer.drain()
+    flag.touch()
+    train(state, snapshots, 2, 4)
+    snapshots.writer.drain()
+    flag.unlink()
+    train(state, snapshots, 4, 7)
+    assert snapshots.durable == 6 and "snapshot of step 4 failed" in caplog.text
+    snapshots.close()
+
+
+def test_a_disk_that_hangs_holds_no_rank_for_ever(new, tmp_path, caplog):
+    """Other ranks would wait in a collective, and die of its timeout."""
+    flag = tmp_path / "hangs"
+    flag.touch()
+    snapshots, state = new(Hanging(flag), every=1, keep_last=9), make_state()
+    snapshots.start(state)
+    snapshots.writer._patience = 0.05
+    train(state, snapshots, 0, 4)
+    assert snapshots.durable is None
+    flag.unlink()
+    snapshots.writer.drain()
+    train(state, snapshots, 4, 5)
+    assert "the one before it is still being written" in caplog.text
+    snapshots.close()
+    assert SnapshotFolder(snapshots.path).steps()[-1] == 5
 
 
 @pytest.mark.parametrize("buffers", [0, 1])
@@ -189,7 +237,7 @@ def test_sigterm_saves_and_ends_with_75(new, caplog):
 
 def test_the_last_snapshot_has_a_limit(new, tmp_path):
     """A disk that would take minutes: the process ends in time, and says what is on disk."""
-    snapshots, state = new(Broken(tmp_path / "no", slow=30.0), every=2, signals=True, grace=0.3), make_state()
+    snapshots, state = new(Broken(tmp_path / "no", slow=30.0), every=4, signals=True, grace=0.3), make_state()
     train(state, snapshots, snapshots.start(state), 3)
     snapshots.stop.ask("spot notice")
     started = time.monotonic()
@@ -231,7 +279,7 @@ def test_the_best_stays(new):
 
 
 def test_weights_alone_between_full_ones(new):
-    snapshots, state = new(every=4, adapter_every=1), make_state()
+    snapshots, state = new(every=8, adapter_every=1), make_state()
     for p, name in state.names.items():
         p.requires_grad_(name.startswith("3"))
     state = type(state)(state.model, state.optimizer, state.scheduler)
