@@ -28,10 +28,10 @@ from octavo import E4M3, E5M2, FrozenFloat8Linear, PerBlock, PerGroup, PerRow, P
 from octavo.base.hardware import caps_of
 from octavo.formats.codec import decode, encode
 from octavo.formats.reference import dequantize_ref, quantize_ref
-from octavo.ops import fused
+from octavo.ops import fused, native
 from octavo.ops.linear import linear
 from octavo.ops.lora import Projection, project
-from octavo.testing import FLOOR_DB, assert_sqnr
+from octavo.testing import FLOOR_DB, assert_sqnr, sqnr_db
 
 GRANULARITIES = (PerTensor(), PerRow(), PerGroup(128), PerBlock(128, 128), PerBlock(48, 80))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -242,7 +242,9 @@ def fused_steps_of_a_layer(device: str) -> str:
             fused.on_kernels = lambda x, on=on: on
             found = function(*args, **options)
             parts = found if isinstance(found, tuple) else (found,)
-            results.append([dequantize_ref(p) if isinstance(p, octavo.ScaledTensor) else p for p in parts])
+            results.append(
+                [dequantize_ref(p) if isinstance(p, octavo.ScaledTensor) else p for p in parts if p is not None]
+            )
         fused.on_kernels = kernels
         return results
 
@@ -283,6 +285,31 @@ def fused_steps_of_a_layer(device: str) -> str:
         for mine, theirs in zip(found, [wide.grad, p.a.grad, p.b.grad], strict=True):
             assert_sqnr(mine, theirs, FLOOR_DB["linear", "e4m3", "normal"], f"gradients of a block, M={m}")
     return f"worst against torch {worst:.1f} dB"
+
+
+@check
+def fast_sums(device: str) -> str:
+    """What short sums cost in dB against exact products of the same codes; random and all-positive operands."""
+    if torch.device(device).type != "cuda":
+        return "skipped: CUDA only"
+    found = []
+    for k in (1024, 4096, 14336, 32768, 65536):
+        for kind in ("random", "positive"):
+            a, b = (torch.randn(256, k, device=device, dtype=torch.bfloat16) for _ in range(2))
+            if kind == "positive":
+                a, b = a.abs(), b.abs()
+            left, right = native.quantize_tokens(a)[0], native.quantize_tokens(b)[0]
+            exact = dequantize_ref(left).double() @ dequantize_ref(right).double().mT
+            decibels = []
+            for fast in (True, False):
+                row = F.ScalingType.RowWise
+                y = F.scaled_mm(
+                    left.as_float8(), right.as_float8().mT, left.scale, row, right.scale.mT, row,
+                    output_dtype=torch.bfloat16, use_fast_accum=fast,
+                )  # fmt: skip
+                decibels.append(f"{sqnr_db(y, exact):.1f}")
+            found.append(f"K={k} {kind} {'/'.join(decibels)}")
+    return "fast/slow dB: " + ", ".join(found)
 
 
 @check

@@ -55,20 +55,29 @@ def w8a16_tile(m: int, k: int) -> Tile | None:
     return FEW if m <= FEW.tokens else MORE
 
 
-@dataclass(frozen=True)
-class QuantizeGrid:
-    """A launch of quantize.cu: blocks of 256 threads, 8 values a thread and round."""
+MAX_TOKEN_WIDTH = 512 * 8 * 8  # values of a row: threads, rounds of registers, values a load
 
-    blocks: int
+
+@dataclass(frozen=True)
+class RowBlock:
+    """A block of a kernel that holds one row: 8 values a thread and round."""
+
+    threads: int
     rounds: int
 
 
-MAX_TOKEN_WIDTH = 2048 * 16  # 16 rounds of registers
+def row_block(k: int) -> RowBlock:
+    """For a row of k <= MAX_TOKEN_WIDTH values: 128 to 512 threads, four rounds or, where that is not enough, eight."""
+    vectors = max(1, -(-k // 8))
+    threads = 128
+    while vectors > 4 * threads and threads < 512:
+        threads *= 2
+    return RowBlock(threads, -(-vectors // threads))
 
 
-def quantize_grid(m: int, k: int, grouped: bool) -> QuantizeGrid:
-    """x [m, k] per group of 128 (16 groups a block and round), or one block a token: k <= MAX_TOKEN_WIDTH."""
-    if not grouped:
-        return QuantizeGrid(m, max(1, -(-k // 2048)))
-    rounds = 4
-    return QuantizeGrid(-(-m * -(-k // 128) // (16 * rounds)), rounds)
+GROUP_ROUNDS = 4  # of 16 groups of 128 a block of 256 threads
+
+
+def group_blocks(m: int, k: int) -> int:
+    """Blocks of quantize.cu for x [m, k] per group of 128."""
+    return -(-m * -(-k // 128) // (16 * GROUP_ROUNDS))

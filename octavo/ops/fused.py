@@ -15,9 +15,12 @@ from octavo.formats.reference import dequantize_ref, quantize_ref
 from octavo.formats.scaled import ScaledTensor
 from octavo.formats.spec import E4M3
 from octavo.kernels.cuda import loader
+from octavo.kernels.tiling import row_block
 from octavo.ops import native, w8a16
 
 ACTIVATIONS = ("silu", "gelu_tanh")
+GATED_THREADS = 512
+MAX_NORM_WIDTH = 512 * 4 * 8  # what a block of norm.cu holds in registers
 
 
 def quantize_tokens(
@@ -38,16 +41,17 @@ def norm_backward(
     dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, residual: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The gradient of x * rstd(x) * weight with respect to x, plus residual. weight [K] float32, not trained."""
-    if not on_kernels(dy):
+    if not on_kernels(dy) or dy.shape[1] > MAX_NORM_WIDTH:
         t, v, norm = dy.float() * weight, x.float(), rstd[:, None]
         dx = norm * (t - v * (norm * norm * (t * v).mean(1, keepdim=True)))
         return (dx if residual is None else dx + residual.float()).to(dy.dtype)
     dx = torch.empty_like(dy)
     k = dy.shape[1]
-    defines = {"X_BF16": int(dy.dtype == torch.bfloat16), "ROUNDS": max(1, -(-k // 2048))}
+    block = row_block(k)
+    defines = {"X_BF16": int(dy.dtype == torch.bfloat16), "THREADS": block.threads, "ROUNDS": block.rounds}
     if dy.numel():
         arguments = dy, x, weight, rstd, residual, dx, np.int32(k)
-        loader.launch(loader.Variant("norm.cu", tuple(defines.items())), (dy.shape[0],), 256, arguments, dy)
+        loader.launch(loader.Variant("norm.cu", tuple(defines.items())), (dy.shape[0],), block.threads, arguments, dy)
     return dx
 
 
@@ -62,7 +66,7 @@ def gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> tuple[Scaled
     scale = torch.ones((3, m, 1), device=gate.device)
     if codes.numel():
         arguments = (gate, up, *(part for i in range(3) for part in (codes[i], scale[i])), np.int32(k))
-        loader.launch(_gated(gate, activation, backward=False), (m,), 512, arguments, gate)
+        loader.launch(_gated(gate, activation, backward=False), (m,), GATED_THREADS, arguments, gate)
     first, second, third = (ScaledTensor(codes[i], scale[i], E4M3, PerRow()) for i in range(3))
     return first, second, third
 
@@ -90,7 +94,7 @@ def gated_backward(
     )
     if dh.numel():
         arguments = dh, gate.codes, gate.scale, up.codes, up.scale, columns, dgate, dup, q.codes, q.scale, np.int32(k)
-        loader.launch(_gated(dh, activation, backward=True), (m,), 512, arguments, dh)
+        loader.launch(_gated(dh, activation, backward=True), (m,), GATED_THREADS, arguments, dh)
     return dgate, dup, q
 
 
@@ -115,6 +119,7 @@ def on_kernels(x: torch.Tensor) -> bool:
 def _gated(x: torch.Tensor, activation: str, *, backward: bool) -> loader.Variant:
     defines = {
         "X_BF16": int(x.dtype == torch.bfloat16),
+        "THREADS": GATED_THREADS,
         "BACKWARD": int(backward),
         "GELU": int(activation == "gelu_tanh"),
     }

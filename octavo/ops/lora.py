@@ -166,9 +166,13 @@ class _Backward:
             quantized = fused.quantize_tokens(*self.grads, columns=_row_scales(self.projections))[0]
         codes = fused.transposed(*(p.weight.codes for p in self.projections))
         dx = native.product_with_codes(quantized, codes, self.dtype)
-        for dlow, p in zip(self.dlows, self.projections, strict=True):
-            if dlow is not None and p.a is not None:
-                dx.addmm_(dlow, p.a.to(self.dtype))
+        adapted = [
+            (dlow, p.a.to(self.dtype))
+            for dlow, p in zip(self.dlows, self.projections, strict=True)
+            if dlow is not None and p.a is not None
+        ]
+        if adapted:  # one pass over dx for all of them
+            dx.addmm_(torch.cat([dlow for dlow, _ in adapted], dim=1), torch.cat([a for _, a in adapted]))
         return dx
 
     def adapter_gradients(self, needed: Sequence[bool]) -> list[torch.Tensor | None]:

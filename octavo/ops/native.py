@@ -19,8 +19,10 @@ from octavo.formats.recipe import Rule
 from octavo.formats.scaled import ScaledTensor
 from octavo.formats.spec import E4M3
 from octavo.kernels.cuda import loader
-from octavo.kernels.tiling import quantize_grid
+from octavo.kernels.tiling import GROUP_ROUNDS, group_blocks, row_block
 from octavo.ops import reference
+
+FAST_SUMS = 32768
 
 
 def quantize(x: torch.Tensor, scale: torch.Tensor | None, rule: Rule) -> ScaledTensor:
@@ -57,7 +59,8 @@ def product_with_codes(a: ScaledTensor, b: torch.Tensor, dtype: torch.dtype) -> 
     ones = torch.ones((1, b.shape[0]), device=b.device)
     recipe = F.ScalingType.RowWise
     right = b.view(E4M3.dtype).mT
-    return F.scaled_mm(a.as_float8(), right, a.scale, recipe, ones, recipe, output_dtype=dtype)
+    fast = sums_may_be_fast(b.shape[1])
+    return F.scaled_mm(a.as_float8(), right, a.scale, recipe, ones, recipe, output_dtype=dtype, use_fast_accum=fast)
 
 
 def scaled_mm(a: ScaledTensor, b: ScaledTensor, dtype: torch.dtype) -> torch.Tensor:
@@ -73,9 +76,22 @@ def scaled_mm(a: ScaledTensor, b: ScaledTensor, dtype: torch.dtype) -> torch.Ten
     else:
         recipes = F.ScalingType.RowWise, F.ScalingType.RowWise
         scales = a.per_row().scale, b.per_row().scale.mT
+    fast = recipes[0] == F.ScalingType.RowWise and sums_may_be_fast(a.shape[1])
     return F.scaled_mm(
-        a.as_float8(), b.as_float8().mT, scales[0], recipes[0], scales[1], recipes[1], output_dtype=dtype
+        a.as_float8(),
+        b.as_float8().mT,
+        scales[0],
+        recipes[0],
+        scales[1],
+        recipes[1],
+        output_dtype=dtype,
+        use_fast_accum=fast,
     )
+
+
+def sums_may_be_fast(k: int) -> bool:
+    """Whether FP8 tensor cores may keep their short sums over k products (docs/numerics.md)."""
+    return k <= FAST_SUMS
 
 
 def transposed(*codes: torch.Tensor) -> torch.Tensor:
@@ -109,11 +125,13 @@ def quantize_tokens(
     if not codes.numel():
         scale.fill_(1.0)
         return q, rstd
+    block = row_block(k)
     defines = {
         "X_BF16": int(parts[0].dtype == torch.bfloat16),
         "GROUPED": 0,
         "FOLD": int(columns is not None),
-        "ROUNDS": quantize_grid(m, k, False).rounds,
+        "THREADS": block.threads,
+        "ROUNDS": block.rounds,
         "PARTS": len(parts),
         "NORM": int(epsilon is not None),
     }
@@ -121,7 +139,7 @@ def quantize_tokens(
     strides = [np.int64(part.stride(0) if part is not None else 0) for part in three]
     sizes = np.float32(epsilon or 0.0), np.int32(ends[0]), np.int32(ends[min(1, len(ends) - 1)]), np.int32(k)
     arguments = (*three, columns, codes, scale, rstd, *sizes, *strides)
-    loader.launch(loader.Variant("quantize.cu", tuple(defines.items())), (m,), 256, arguments, parts[0])
+    loader.launch(loader.Variant("quantize.cu", tuple(defines.items())), (m,), block.threads, arguments, parts[0])
     return q, rstd
 
 
@@ -132,9 +150,8 @@ def _quantize(
         return quantize_tokens(x, columns=columns)[0]
     x = _aligned(x)
     m, k = x.shape
-    grid = quantize_grid(m, k, True)
     defines = {"X_BF16": int(x.dtype == torch.bfloat16), "GROUPED": 1, "FOLD": int(columns is not None)}
-    variant = loader.Variant("quantize.cu", (*defines.items(), ("ROUNDS", grid.rounds)))
+    variant = loader.Variant("quantize.cu", (*defines.items(), ("THREADS", 256), ("ROUNDS", GROUP_ROUNDS)))
     codes = torch.empty((m, k), dtype=torch.uint8, device=x.device)
     rows, groups = rule.granularity.scale_shape((m, k))
     scale = (
@@ -145,7 +162,7 @@ def _quantize(
     if not codes.numel():
         return ScaledTensor(codes, scale.fill_(1.0), rule.spec, rule.granularity)
     sizes = np.int64(m), np.int32(k), np.int64(x.stride(0)), *(np.int64(stride) for stride in scale.stride())
-    loader.launch(variant, (grid.blocks,), 256, (x, columns, codes, scale, *sizes), x)
+    loader.launch(variant, (group_blocks(m, k),), 256, (x, columns, codes, scale, *sizes), x)
     return ScaledTensor(codes, scale, rule.spec, rule.granularity)
 
 

@@ -11,6 +11,7 @@ typedef long long i64;
 
 struct uint4 { uint32_t x, y, z, w; };
 struct uint2 { uint32_t x, y; };
+struct float4 { float x, y, z, w; };
 struct dim3 { int x = 1, y = 1; };
 static dim3 blockIdx, threadIdx;
 
@@ -101,6 +102,9 @@ static inline uint4 load_shared_by_all(const void* address) { return load_once(a
 static inline float rounded_product(float a, float b) { return a * b; }
 static inline uint32_t bits_of_float(float value) { uint32_t bits; memcpy(&bits, &value, 4); return bits; }
 static inline float float_of_bits(uint32_t bits) { float value; memcpy(&value, &bits, 4); return value; }
+
+static inline float exp2_approximately(float x) { return exp2f(x); }
+static inline float reciprocal_approximately(float x) { return 1.0f / x; }
 
 static inline uint32_t permute(uint32_t low, uint32_t high, uint32_t selector) {
     const uint64_t bytes = uint64_t(high) << 32 | low;

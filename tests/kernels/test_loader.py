@@ -24,25 +24,36 @@ VARIANTS += [w8a16(FEW, x_bf16, 1, 1) for x_bf16 in (0, 1)]
 VARIANTS += [
     loader.Variant(
         "quantize.cu",
-        (("X_BF16", 1), ("GROUPED", grouped), ("FOLD", fold), ("ROUNDS", rounds), ("PARTS", parts), ("NORM", norm)),
+        (
+            ("X_BF16", 1),
+            ("GROUPED", grouped),
+            ("FOLD", fold),
+            ("THREADS", threads),
+            ("ROUNDS", rounds),
+            ("PARTS", parts),
+            ("NORM", norm),
+        ),
     )
-    for grouped, fold, rounds, parts, norm in (
-        (0, 0, 2, 1, 0),
-        (0, 1, 7, 1, 0),
-        (0, 1, 16, 1, 0),
-        (0, 1, 3, 3, 0),
-        (0, 1, 16, 1, 1),
-        (1, 0, 4, 1, 0),
-        (1, 1, 4, 1, 0),
+    for grouped, fold, threads, rounds, parts, norm in (
+        (0, 0, 128, 1, 1, 0),
+        (0, 1, 512, 4, 1, 0),
+        (0, 1, 512, 8, 1, 0),
+        (0, 1, 256, 3, 3, 0),
+        (0, 1, 512, 8, 1, 1),
+        (1, 0, 256, 4, 1, 0),
+        (1, 1, 256, 4, 1, 0),
     )
 ]
 VARIANTS += [
     loader.Variant("dequantize.cu", (("OUT_BF16", 1), ("SCALES", scales), ("ALIGNED", aligned)))
     for scales, aligned in ((0, 0), (1, 1), (2, 1))
 ]
-VARIANTS += [loader.Variant("transpose.cu", ()), loader.Variant("norm.cu", (("X_BF16", 1), ("ROUNDS", 8)))]
 VARIANTS += [
-    loader.Variant("gated.cu", (("X_BF16", 1), ("BACKWARD", backward), ("GELU", gelu)))
+    loader.Variant("transpose.cu", ()),
+    loader.Variant("norm.cu", (("X_BF16", 1), ("THREADS", 512), ("ROUNDS", 4))),
+]
+VARIANTS += [
+    loader.Variant("gated.cu", (("X_BF16", 1), ("THREADS", 512), ("BACKWARD", backward), ("GELU", gelu)))
     for backward in (0, 1)
     for gelu in (0, 1)
 ]

@@ -81,3 +81,15 @@ def test_strides():
     codes, scale = run(wide[:, :576], True, scale_by_columns=True)
     want = quantize_ref(wide[:, :576], E4M3, PerGroup(128))
     assert scale.stride() == (1, 6) and torch.equal(scale, want.scale) and torch.equal(codes, want.codes)
+
+
+def test_quotients_are_divisions():
+    """Scales and values of every kind of mantissa: the quotient without a division is the correctly rounded one."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 2048, generator=generator) * torch.exp2(torch.linspace(-40, 40, 64))[:, None]
+    x[:, 1::2] = x[:, :1] * torch.arange(1, 1025) / 64  # ties and their neighbours
+    columns = torch.rand(2048, generator=generator)
+    x = x.bfloat16()
+    codes, scale = run(x, False, columns)
+    want = quantize_ref(x.float() * columns, E4M3, PerRow())
+    assert torch.equal(scale, want.scale) and torch.equal(codes, want.codes)

@@ -64,6 +64,19 @@ DEVICE float float_of_fp16(u16 bits) {
     return value;
 }
 
+// 2**x and 1 / x to a few units in the last place.
+DEVICE float exp2_approximately(float x) {
+    float value;
+    asm("ex2.approx.f32 %0, %1;" : "=f"(value) : "f"(x));
+    return value;
+}
+
+DEVICE float reciprocal_approximately(float x) {
+    float value;
+    asm("rcp.approx.f32 %0, %1;" : "=f"(value) : "f"(x));
+    return value;
+}
+
 // c += a b, a 16 x 16 row-major, b 16 x 8 column-major, FP32 accumulation (PTX ISA, mma.m16n8k16).
 DEVICE void mma_fp16(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
@@ -124,4 +137,16 @@ DEVICE u32 e4m3_of_float(float value) {
     const u32 subnormal = bits_of_float(float_of_bits(magnitude) + 16384.0f) - 0x46800000u;
     const u32 code = is_nan ? 0x7Fu : (magnitude < 0x3C800000u ? subnormal : normal);
     return code | ((bits >> 24) & 0x80u);
+}
+
+// Four of them, the first in the lowest byte. SM89 and later convert two in one instruction, which forgets a NaN's sign.
+DEVICE u32 e4m3_of_floats(float a, float b, float c, float d) {
+#if !defined(OCTAVO_HOST) && __CUDA_ARCH__ >= 890
+    u16 low, high;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));
+    const u32 codes = low | u32(high) << 16;
+    if ((((codes & 0x7F7F7F7Fu) + 0x01010101u) & 0x80808080u) == 0) return codes;
+#endif
+    return e4m3_of_float(a) | e4m3_of_float(b) << 8 | e4m3_of_float(c) << 16 | e4m3_of_float(d) << 24;
 }

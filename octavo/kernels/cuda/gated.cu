@@ -6,9 +6,10 @@
 // inside; what is quantized in the backward pass is the rounded dGate and dUp.
 //
 // One block a token, which passes over its row twice: once for the scales, once, from the caches, for the codes.
-// Compiled per variant with: NAME, X_BF16, BACKWARD, GELU. Needs K % 8 == 0; everything contiguous.
-#define THREADS 512
+// Compiled per variant with: NAME, X_BF16, THREADS, BACKWARD, GELU. Needs K % 8 == 0; everything contiguous.
 #include "rows.cuh"
+
+#define LOG2_E 1.4426950408889634f
 
 struct Activation {
     float value, slope;
@@ -17,11 +18,11 @@ struct Activation {
 DEVICE Activation activation(float x) {
 #if GELU
     const float inner = 0.7978845608028654f * (x + 0.044715f * x * x * x);  // sqrt(2 / pi)
-    const float tanh = 1.0f - 2.0f / (1.0f + expf(2.0f * inner));
+    const float tanh = 1.0f - 2.0f * reciprocal_approximately(1.0f + exp2_approximately(2.0f * LOG2_E * inner));
     const float inner_slope = 0.7978845608028654f * (1.0f + 3.0f * 0.044715f * x * x);
     return {0.5f * x * (1.0f + tanh), 0.5f * (1.0f + tanh) + 0.5f * x * (1.0f - tanh * tanh) * inner_slope};
 #else
-    const float sigmoid = 1.0f / (1.0f + expf(-x));
+    const float sigmoid = reciprocal_approximately(1.0f + exp2_approximately(-LOG2_E * x));
     return {x * sigmoid, sigmoid * (1.0f + x * (1.0f - sigmoid))};
 #endif
 }
@@ -33,12 +34,25 @@ DEVICE Values product(const Values& gate, const Values& up) {
     return h;
 }
 
+// The scale of a row whose `at(k)` are its values: a second look only where there is an Inf.
+template <class At>
+DEVICE Scale scale_of_row(float amax, int K, float (&scratch)[2][THREADS / 32], At at) {
+    amax = amax_of_block(amax, scratch[0]);
+    const bool infinite = amax == INFINITE;
+    if (infinite) {
+        amax = 0.0f;
+        for (int k = threadIdx.x * 8; k < K; k += THREADS * 8) amax = larger(amax, finite_amax(at(k)));
+        amax = amax_of_block(amax, scratch[1]);
+    }
+    return scale_of(amax, infinite);
+}
+
 #if BACKWARD
 
 KERNEL(THREADS, 1)
 NAME(const u16* dh, const u8* gate, const float* gate_scale, const u8* up, const float* up_scale, const float* columns,
      u16* dgate, u16* dup, u8* codes, float* scale, int K) {
-    SHARED float amax_of_warp[THREADS / 32];
+    SHARED float amax_of_warp[2][THREADS / 32];
     const i64 row = blockIdx.x;
     const float gate_unit = gate_scale[row], up_unit = up_scale[row];
     float amax = 0.0f;
@@ -56,17 +70,21 @@ NAME(const u16* dh, const u8* gate, const float* gate_scale, const u8* up, const
         }
         store_rounded(dgate + at, to_gate);
         store_rounded(dup + at, to_up);
-        amax = larger(amax, finite_amax(times(to_gate, columns + k)));
-        amax = larger(amax, finite_amax(times(to_up, columns + K + k)));
+        amax = larger(amax, amax_of(times(to_gate, columns + k)));
+        amax = larger(amax, amax_of(times(to_up, columns + K + k)));
     }
-    const float s = scale_of(amax_of_block(amax, amax_of_warp));
-    if (threadIdx.x == 0) scale[row] = s;
+    // What follows reads what this thread wrote, from the cache: it would not fit its registers.
+    const auto gate_at = [=](int k) {
+        return times(values(*reinterpret_cast<const uint4*>(dgate + row * K + k)), columns + k);
+    };
+    const auto up_at = [=](int k) {
+        return times(values(*reinterpret_cast<const uint4*>(dup + row * K + k)), columns + K + k);
+    };
+    const Scale s = scale_of_row(amax, 2 * K, amax_of_warp, [=](int k) { return k < K ? gate_at(k) : up_at(k - K); });
+    if (threadIdx.x == 0) scale[row] = s.value;
     for (int k = threadIdx.x * 8; k < K; k += THREADS * 8) {
-        const i64 at = row * K + k;
-        const Values to_gate = values(*reinterpret_cast<const uint4*>(dgate + at));
-        const Values to_up = values(*reinterpret_cast<const uint4*>(dup + at));
-        store_codes(codes + 2 * row * K + k, times(to_gate, columns + k), s);
-        store_codes(codes + (2 * row + 1) * K + k, times(to_up, columns + K + k), s);
+        store_codes(codes + 2 * row * K + k, gate_at(k), s);
+        store_codes(codes + (2 * row + 1) * K + k, up_at(k), s);
     }
 }
 
@@ -75,27 +93,28 @@ NAME(const u16* dh, const u8* gate, const float* gate_scale, const u8* up, const
 KERNEL(THREADS, 1)
 NAME(const u16* gate, const u16* up, u8* codes, float* scale, u8* gate_codes, float* gate_scale, u8* up_codes,
      float* up_scale, int K) {
-    SHARED float amax_of_warp[3][THREADS / 32];
+    SHARED float amax_of_warp[3][2][THREADS / 32];
     const i64 row = blockIdx.x;
+    const auto gate_at = [=](int k) { return values(*reinterpret_cast<const uint4*>(gate + row * K + k)); };
+    const auto up_at = [=](int k) { return values(*reinterpret_cast<const uint4*>(up + row * K + k)); };
     float amax[3] = {0.0f, 0.0f, 0.0f};
     for (int k = threadIdx.x * 8; k < K; k += THREADS * 8) {
-        const Values g = values(*reinterpret_cast<const uint4*>(gate + row * K + k));
-        const Values u = values(*reinterpret_cast<const uint4*>(up + row * K + k));
-        amax[0] = larger(amax[0], finite_amax(product(g, u)));
-        amax[1] = larger(amax[1], finite_amax(g));
-        amax[2] = larger(amax[2], finite_amax(u));
+        const Values g = gate_at(k), u = up_at(k);
+        amax[0] = larger(amax[0], amax_of(product(g, u)));
+        amax[1] = larger(amax[1], amax_of(g));
+        amax[2] = larger(amax[2], amax_of(u));
     }
-    float s[3];
-#pragma unroll
-    for (int i = 0; i < 3; ++i) s[i] = scale_of(amax_of_block(amax[i], amax_of_warp[i]));
-    if (threadIdx.x == 0) scale[row] = s[0], gate_scale[row] = s[1], up_scale[row] = s[2];
+    const auto product_at = [=](int k) { return product(gate_at(k), up_at(k)); };
+    const Scale s = scale_of_row(amax[0], K, amax_of_warp[0], product_at);
+    const Scale gate_unit = scale_of_row(amax[1], K, amax_of_warp[1], gate_at);
+    const Scale up_unit = scale_of_row(amax[2], K, amax_of_warp[2], up_at);
+    if (threadIdx.x == 0) scale[row] = s.value, gate_scale[row] = gate_unit.value, up_scale[row] = up_unit.value;
     for (int k = threadIdx.x * 8; k < K; k += THREADS * 8) {
         const i64 at = row * K + k;
-        const Values g = values(*reinterpret_cast<const uint4*>(gate + at));
-        const Values u = values(*reinterpret_cast<const uint4*>(up + at));
-        store_codes(codes + at, product(g, u), s[0]);
-        store_codes(gate_codes + at, g, s[1]);
-        store_codes(up_codes + at, u, s[2]);
+        const Values g = gate_at(k), u = up_at(k);
+        store_codes(codes + at, product(g, u), s);
+        store_codes(gate_codes + at, g, gate_unit);
+        store_codes(up_codes + at, u, up_unit);
     }
 }
 

@@ -1,8 +1,8 @@
 // Backward of RMSNorm with a frozen weight: dX = rstd * (t - x * rstd^2 * mean(t * x)) + residual, t = dY * weight.
 //
 // dY, x, residual and dX 16 bit [M, K], contiguous; residual may be absent. One block a token; a thread holds 8 values
-// for each of ROUNDS rounds. Compiled per variant with: NAME, X_BF16, ROUNDS. Needs K % 8 == 0 and K <= 2048 * ROUNDS.
-#define THREADS 256
+// for each of ROUNDS rounds. Compiled per variant with: NAME, X_BF16, THREADS, ROUNDS. Needs K % 8 == 0 and
+// K <= 8 * THREADS * ROUNDS.
 #include "rows.cuh"
 
 KERNEL(THREADS, 1)

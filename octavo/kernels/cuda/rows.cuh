@@ -4,6 +4,8 @@
 #pragma once
 #include "device.cuh"
 
+#define INFINITE float_of_bits(0x7F800000u)
+
 struct Values {
     float at[8];
 };
@@ -19,9 +21,12 @@ DEVICE Values values(const uint4& loaded) {
     return v;
 }
 
+// columns on a 32-byte boundary
 DEVICE Values times(Values v, const float* columns) {
+    const float4 low = reinterpret_cast<const float4*>(columns)[0], high = reinterpret_cast<const float4*>(columns)[1];
+    const float by[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
-    for (int i = 0; i < 8; ++i) v.at[i] *= columns[i];
+    for (int i = 0; i < 8; ++i) v.at[i] *= by[i];
     return v;
 }
 
@@ -39,29 +44,54 @@ DEVICE Values decoded(const uint2& codes, float scale) {
     return v;
 }
 
-DEVICE float larger(float a, float b) { return b > a ? b : a; }
+// The larger magnitude; NaN counts as nothing, Inf as itself.
+DEVICE float larger(float a, float b) { return fmaxf(a, fabsf(b)); }
 
-DEVICE float finite_amax(const Values& v) {
+DEVICE float amax_of(const Values& v) {
     float amax = 0.0f;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        const u32 magnitude = bits_of_float(v.at[i]) & 0x7FFFFFFFu;
-        amax = larger(amax, magnitude < 0x7F800000u ? float_of_bits(magnitude) : 0.0f);
-    }
+    for (int i = 0; i < 8; ++i) amax = larger(amax, v.at[i]);
     return amax;
 }
 
-DEVICE float scale_of(float amax) {
-    const float scale = amax / 448.0f;
-    const float smallest_normal = float_of_bits(0x00800000u);
-    return amax > 0.0f ? larger(smallest_normal, scale) : 1.0f;
+// The largest finite magnitude: what counts once amax_of has found an Inf.
+DEVICE float finite_amax(const Values& v) {
+    float amax = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) amax = larger(amax, fabsf(v.at[i]) < INFINITE ? v.at[i] : 0.0f);
+    return amax;
 }
 
-DEVICE void store_codes(u8* to, const Values& v, float scale) {
-    u32 word[2] = {0, 0};
+// A scale and how to divide by it. `inverse` is 1 / value rounded; 0 says that only a true division gives the quotient:
+// there is an Inf among the values, or the scale is so small that a remainder could be subnormal.
+struct Scale {
+    float value, inverse;
+};
+
+DEVICE Scale scale_of(float amax, bool infinite) {
+    const float smallest_normal = float_of_bits(0x00800000u), two_to_minus_90 = float_of_bits(0x12800000u);
+    const float scale = amax > 0.0f ? larger(smallest_normal, amax / 448.0f) : 1.0f;
+    return {scale, infinite || scale < two_to_minus_90 ? 0.0f : 1.0f / scale};
+}
+
+// x / scale correctly rounded, without a division: two steps of correction by the remainder, the second from a quotient
+// that is off by at most one unit in the last place (Markstein, IBM Journal of Research and Development 34, 1990).
+DEVICE float divided(float x, const Scale& scale) {
+    const float first = x * scale.inverse;
+    const float second = fmaf(fmaf(-first, scale.value, x), scale.inverse, first);
+    return copysignf(fmaf(fmaf(-second, scale.value, x), scale.inverse, second), x);  // -0 and the sign of a NaN
+}
+
+DEVICE void store_codes(u8* to, Values v, const Scale& scale) {
+    if (scale.inverse != 0.0f) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) word[i / 4] |= e4m3_of_float(v.at[i] / scale) << (i % 4 * 8);
-    *reinterpret_cast<uint2*>(to) = uint2{word[0], word[1]};
+        for (int i = 0; i < 8; ++i) v.at[i] = divided(v.at[i], scale);
+    } else {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) v.at[i] /= scale.value;
+    }
+    const u32 low = e4m3_of_floats(v.at[0], v.at[1], v.at[2], v.at[3]);
+    *reinterpret_cast<uint2*>(to) = uint2{low, e4m3_of_floats(v.at[4], v.at[5], v.at[6], v.at[7])};
 }
 
 DEVICE void store_rounded(u16* to, const Values& v) {
