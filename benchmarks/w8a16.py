@@ -26,6 +26,7 @@ from octavo.formats.granularity import PerBlock, PerRow
 from octavo.formats.recipe import Rule
 from octavo.formats.reference import dequantize_ref
 from octavo.formats.scaled import ScaledTensor
+from octavo.kernels.cuda import loader
 from octavo.kernels.tiling import MAX_TOKENS, Tile, w8a16_tile
 from octavo.ops import native, w8a16
 from octavo.ops.quantize import quantize
@@ -37,7 +38,7 @@ FLOOR_DB = 50.0  # one rounding to BF16 is 55.6, a weight rounded to BF16 as wel
 TILES = [
     Tile(tiles_n, tiles_m, warps_n, warps_k, depth)
     for tiles_n, tiles_m, (warps_n, warps_k), depth in itertools.product(
-        (1, 2, 4), (1, 2), ((1, 4), (1, 8), (2, 4), (1, 16)), (1, 2, 3, 4)
+        (1, 2, 4), (1, 2), ((1, 2), (1, 4), (2, 2), (4, 1), (2, 4), (1, 8), (4, 4), (1, 16)), (1, 2, 4)
     )
     if tiles_n * depth <= 4  # registers
 ]
@@ -96,14 +97,18 @@ def run(n: int, k: int, tokens: list[int], sweep: bool) -> list[dict[str, object
     copies = max(2, FLUSH_BYTES // (n * k))
     wide = [w.clone() for _ in range(max(2, copies // 2))]
     rows = []
-    for rule in (Rule(granularity=PerRow()), Rule(granularity=PerBlock(128, 128))):
+    for granularity in (PerRow(),) if sweep else (PerRow(), PerBlock(128, 128)):
+        rule = Rule(granularity=granularity)
         weights = [quantize(w, rule) for _ in range(copies)]
         others = rivals(w) if isinstance(rule.granularity, PerRow) else {}
         for m in tokens:
             x = torch.randn(m, k, generator=generator, device="cuda", dtype=torch.bfloat16)
             exact = x.double() @ dequantize_ref(weights[0]).double().mT
             base = milliseconds(lambda copy, x=x: torch.mm(x, copy.mT), wide)
-            tiles = TILES if sweep and m <= MAX_TOKENS else [w8a16_tile(m, k)]
+            fitting = [tile for tile in TILES if m > 8 * (tile.tiles_m - 1)]
+            tiles = fitting if sweep and m <= MAX_TOKENS else [w8a16_tile(m, k)]
+            if len(tiles) > 1:
+                loader.warm_up([w8a16.few_tokens(tile, x.dtype, weights[0]) for tile in tiles if tile], x.device)
             for tile in tiles:
                 ours = with_tile(tile) if tile else w8a16.linear
                 db = sqnr_db(ours(x, weights[0], None, "none", None), exact)

@@ -12,7 +12,7 @@ import torch
 from octavo.formats.granularity import PerRow, PerTensor
 from octavo.formats.scaled import ScaledTensor
 from octavo.kernels.cuda import loader
-from octavo.kernels.tiling import w8a16_tile
+from octavo.kernels.tiling import Tile, w8a16_tile
 
 
 def linear(
@@ -29,8 +29,16 @@ def linear(
         x = x.contiguous()
     x, codes = _on_16_bytes(x), _on_16_bytes(w.codes.contiguous())
     y = x.new_empty(m, n)
+    sizes = np.int32(m), np.int32(n), np.int32(k), np.int64(x.stride(0))
+    variant = few_tokens(tile, x.dtype, w)
+    loader.launch(variant, tile.grid(m, n), tile.threads, (codes, w.scale.contiguous(), x, bias, y, *sizes), x)
+    return y
+
+
+def few_tokens(tile: Tile, dtype: torch.dtype, w: ScaledTensor) -> loader.Variant:
+    """w8a16.cu for inputs of this dtype and weights like w."""
     defines = {
-        "X_BF16": int(x.dtype == torch.bfloat16),
+        "X_BF16": int(dtype == torch.bfloat16),
         "E5M2": int(w.spec.name == "e5m2"),
         "SCALES": _scales(w),
         "TILES_N": tile.tiles_n,
@@ -39,10 +47,7 @@ def linear(
         "WARPS_K": tile.warps_k,
         "DEPTH": tile.depth,
     }
-    variant = loader.Variant("w8a16.cu", tuple(defines.items()))
-    sizes = np.int32(m), np.int32(n), np.int32(k), np.int64(x.stride(0))
-    loader.launch(variant, tile.grid(m, n), tile.threads, (codes, w.scale.contiguous(), x, bias, y, *sizes), x)
-    return y
+    return loader.Variant("w8a16.cu", tuple(defines.items()))
 
 
 def linear_dx(grad: torch.Tensor, w: ScaledTensor) -> torch.Tensor:
