@@ -9,6 +9,12 @@ costs that waits. `stall` is what a step with a snapshot takes longer than the s
 optimizer step to the end of the next, the device synchronized; that optimizer step awaits Octavo's copy, so nothing is
 left out. `lora` has the tensors of LoRA rank 16 on all linears of an 8B model. Needs a disk with room for
 eight times the size. On a CPU it runs with a small size, to show that it runs; the stalls mean nothing there.
+
+    python benchmarks/snapshot.py --resume-check
+
+instead of all that: is a resumed run the undisturbed one, to the bit, with deterministic settings. Dropout, shuffled
+rows, accumulation, a buffer that each forward changes, all weights or a few; the copy of a snapshot runs under the next
+step. Exit code 1 if a loss or a weight differs.
 """
 
 from __future__ import annotations
@@ -16,6 +22,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import platform
 import shutil
 import statistics
@@ -32,6 +39,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -114,6 +122,70 @@ class Loop:
         return found
 
 
+class Small(nn.Module):
+    """A language model of two layers with dropout, and a norm whose statistics change in every forward."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, width)
+        layers = [nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.1, batch_first=True) for _ in range(2)]
+        self.layers = nn.ModuleList(layers)
+        self.norm, self.head = nn.BatchNorm1d(width), nn.Linear(width, 64)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        logits = self.head(self.norm(hidden.flatten(0, 1)))
+        return nn.functional.cross_entropy(logits[:-1], tokens.flatten()[1:])
+
+
+def train(folder: Path, device: torch.device, width: int, partial: bool, begin: int, end: int) -> tuple[Any, ...]:
+    """Steps begin+1 to end of one life of a run. Returns their losses and the weights at the end."""
+    torch.manual_seed(0)
+    model = Small(width).to(device)
+    if partial:
+        model.embed.requires_grad_(False)
+        model.layers[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    rows = torch.randint(0, 64, (64, 128), generator=torch.Generator().manual_seed(1))
+    snapshots = Snapshots(folder, every=4, signals=False)
+    if (found := snapshots.start(TrainingState(model, optimizer))) != begin:
+        raise SystemExit(f"continued from step {found}, not {begin}")
+    losses = {}
+    for step in range(begin, end):
+        total = 0.0
+        for _ in range(2):
+            with sdpa_kernel(SDPBackend.MATH):  # the others' backward need not be deterministic
+                loss = model(rows[torch.randperm(len(rows))[:8]].to(device)) / 2
+                loss.backward()
+            total += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses[step + 1] = total
+        snapshots.step_done(step + 1)
+    snapshots.close()
+    weights = model.named_parameters() if partial else model.state_dict().items()
+    return losses, {name: value.detach().clone() for name, value in weights}
+
+
+def resume_check(folder: Path, device: torch.device) -> dict[str, Any]:
+    """What differs between a run of 12 steps and one that ended after 7 and continued from its snapshot of step 6."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    width, found = 1024 if device.type == "cuda" else 64, {}
+    for name, partial in (("all weights", False), ("some frozen", True)):
+        straight, want = train(folder / f"{name} straight", device, width, partial, 0, 12)
+        first, _ = train(folder / name, device, width, partial, 0, 7)
+        second, got = train(folder / name, device, width, partial, 6, 12)
+        differing = [step for step in straight if (second | first)[step] != straight[step]]
+        differing += [step for step in second if second[step] != straight[step]]
+        unequal = [key for key in want if not torch.equal(want[key], got[key])]
+        found[name] = {"steps": sorted({*differing}), "weights": unequal}
+        print(f"{name:12} losses that differ: {sorted({*differing}) or 'none'}; weights: {unequal or 'none'}")
+    return found
+
+
 def sync(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -123,7 +195,9 @@ class Octavo:
     def __init__(self, loop: Loop, folder: Path) -> None:
         self.snapshots = Snapshots(folder, every=0, keep_last=1, signals=False)
         self.snapshots.start(TrainingState(loop.model, loop.optimizer))
+        started = time.perf_counter()
         self.snapshots._prepare()  # as step_done does beside the first steps
+        self.prepared = time.perf_counter() - started
         self.count = 0
 
     def save(self) -> None:
@@ -221,6 +295,7 @@ def measure(loop: Loop, folder: Path, rounds: int, only: list[str]) -> list[dict
                 writes.append(write)
                 calls.append(called[0])
         rival.close()
+        prepared = {"prepare_s": round(rival.prepared, 3)} if hasattr(rival, "prepared") else {}
         found.append(
             {
                 "name": name,
@@ -229,6 +304,7 @@ def measure(loop: Loop, folder: Path, rounds: int, only: list[str]) -> list[dict
                 "call_s": round(statistics.median(calls), 5),
                 "until_durable_s": round(statistics.median(writes), 4),
                 "step_s": round(quiet, 5),
+                **prepared,
             }
         )
         print(
@@ -250,21 +326,24 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8192, help="of the batch: the compute that a copy can hide under")
     parser.add_argument("--layers", type=int, default=32, help="of the 8B model for lora")
     parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--resume-check", action="store_true")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     device = torch.device(options.device)
     with tempfile.TemporaryDirectory(dir=options.folder) as root, contextlib.ExitStack() as stack:
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu"
+        result: dict[str, Any] = {"device": name, "torch": torch.__version__}
+        if options.resume_check:
+            result["resume_check"] = resume_check(Path(root), device)
+            print(json.dumps(result))
+            sys.exit(any(entry["steps"] or entry["weights"] for entry in result["resume_check"].values()))
         store = dist.FileStore(str(Path(root) / "store"), 1)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
         stack.callback(dist.destroy_process_group)
         work = Path(root) / "work"
         work.mkdir()
-        result: dict[str, Any] = {
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
-            "torch": torch.__version__,
-            "gigabytes": options.gigabytes,
-        }
+        result["gigabytes"] = options.gigabytes
         models = {
             "full": lambda: Dense(int(options.gigabytes * 1e9), device),
             "lora": lambda: Lora(device, options.layers),

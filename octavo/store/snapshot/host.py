@@ -9,28 +9,38 @@ from typing import Any
 
 import torch
 
-from octavo.base.errors import UnsupportedError
+from octavo.base.log import logger
 
+PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU of the process
 MARGIN = 0.1  # of what is free stays free
 
 
 class HostBuffer:
     """nbytes of shared memory as a uint8 tensor. An anonymous file, which /dev/shm's size does not limit.
 
-    pin: page-locked, so that copies from a GPU run beside its kernels; 12 GB take about 10 s, so do it early.
+    pin: page-locked for this GPU, so that copies from it run beside its kernels; 12 GB take seconds, so do it early.
+    Where that is refused a warning says so, and copies take training's time.
     """
 
-    def __init__(self, nbytes: int, *, pin: bool) -> None:
+    def __init__(self, nbytes: int, *, pin: torch.device | None) -> None:
         self.nbytes = nbytes
         self.handle = os.memfd_create("octavo-snapshot", os.MFD_CLOEXEC)
         os.ftruncate(self.handle, max(nbytes, 1))
         self._map = mmap.mmap(self.handle, max(nbytes, 1))
         self.data = torch.frombuffer(self._map, dtype=torch.uint8)
-        self.pinned = pin
-        if pin:
-            code = _cuda().cudaHostRegister(self.data.data_ptr(), self.data.numel(), 0)
-            if int(code) != 0:
-                raise UnsupportedError(f"pinning {nbytes / 1e9:.1f} GB of host memory", got=f"CUDA error {int(code)}")
+        self.data.zero_()  # several threads fault the pages in; pinning would do it with one
+        self.pinned = pin is not None and self._pin(pin)
+
+    def _pin(self, gpu: torch.device) -> bool:
+        with torch.cuda.device(gpu):  # a thread's own is the first GPU, which other ranks use
+            code = int(_cuda().cudaHostRegister(self.data.data_ptr(), self.data.numel(), PORTABLE))
+        if code:
+            logger().warning(
+                "%.1f GB of host memory cannot be pinned (CUDA error %d): training waits while a snapshot is copied",
+                self.nbytes / 1e9,
+                code,
+            )
+        return code == 0
 
     def close(self) -> None:
         """The memory goes once the writer has let go of it too."""

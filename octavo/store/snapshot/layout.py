@@ -59,12 +59,15 @@ class Layout:
 
 
 def lay_out(files: Mapping[str, Mapping[str, Piece]]) -> Layout:
-    """files: name -> tensors. Wider types first in a file, so that every tensor is aligned to its own size."""
+    """files: name -> tensors. Wider types first in a file, so that every tensor is aligned to its own size.
+
+    Among those, what lies in host memory last, as step counts do: the small tensors of a GPU are neighbours then.
+    """
     plans: list[FilePlan] = []
     copies: list[Copy] = []
     begin = 0
     for name, pieces in files.items():
-        order = sorted(pieces.items(), key=lambda item: -item[1].tensor.element_size())
+        order = sorted(pieces.items(), key=lambda item: (-item[1].tensor.element_size(), item[1].tensor.is_cpu))
         header, offsets = header_bytes(
             [(key, piece.tensor.dtype, tuple(piece.tensor.shape)) for key, piece in order], _sharding(order)
         )

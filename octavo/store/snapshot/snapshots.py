@@ -291,13 +291,13 @@ class Snapshots:
         if not self._prepared:
             self._make_room()
         ranks = self._session().ranks
-        self.writer.prepare(self.state.layout("full", ranks.rank, ranks.world).nbytes, pin=self.state.on_gpu)
+        self.writer.prepare(self.state.layout("full", ranks.rank, ranks.world).nbytes, pin=self.state.gpu)
 
     def _make_room(self) -> None:
         """Host buffers, and a look at the disk: it holds one snapshot more than are kept while one is written."""
         ranks = self._session().ranks
         nbytes = self.state.layout("full", ranks.rank, ranks.world).nbytes
-        self.writer.prepare(nbytes, pin=self.state.on_gpu)
+        self.writer.prepare(nbytes, pin=self.state.gpu)
         self._prepared = True
         free = shutil.disk_usage(self.path).free
         need = nbytes * ranks.world * (self.keep.last + 1 - len(self._session().folder.steps()))

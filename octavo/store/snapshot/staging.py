@@ -7,14 +7,14 @@ waits are of streams: the CPU goes on. On a CPU tensor a copy is done when it re
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from octavo.store.snapshot.layout import Layout
 
-SMALL = 2 << 20  # bytes; smaller tensors are joined on the device, for one copy over the bus costs 10 us to start
+SMALL = 2 << 20  # bytes; smaller tensors are joined where they are, for one copy over the bus costs 10 us to start
 JOINED = 64 << 20  # bytes of such tensors in one copy
 
 Placed = tuple[int, torch.Tensor]  # the first byte in the buffer, and the bytes that go there, uint8 [n]
@@ -63,31 +63,47 @@ class CpuLane:
 
 
 class CudaLane:
-    """A CUDA stream. Sources must stay alive until the last mark is reached: Staged keeps them."""
+    """A CUDA stream on each of the GPUs that hold sources; a mark is an event on each.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    Sources must stay alive until the last mark is reached: Staged keeps them. What `join` makes needs nobody to keep
+    it: it was allocated on the stream that reads it, so the allocator gives its memory to later work of that stream.
+    """
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self.streams: dict[torch.device, Any] = {
+            device: torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            for device in devices
+        }
 
     def follow(self) -> None:
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        for device, stream in self.streams.items():
+            stream.wait_stream(torch.cuda.current_stream(device))
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        with torch.cuda.stream(self.stream):
+        with self._stream_of(source):
             target.copy_(source, non_blocking=True)
 
     def join(self, sources: Sequence[torch.Tensor]) -> torch.Tensor:
-        with torch.cuda.stream(self.stream):
+        with self._stream_of(sources[0]):
             return torch.cat(list(sources))
 
+    def _stream_of(self, source: torch.Tensor) -> Any:
+        return torch.cuda.stream(self.streams[source.device] if source.is_cuda else None)
+
     def mark(self) -> Any:
-        return self.stream.record_event()
+        events = {device: torch.cuda.Event(blocking=True) for device in self.streams}  # type: ignore[no-untyped-call]
+        for device, event in events.items():
+            event.record(self.streams[device])
+        return events
 
     def hold(self, mark: Any) -> None:
-        torch.cuda.current_stream(self.device).wait_event(mark)
+        for device, event in mark.items():
+            torch.cuda.current_stream(device).wait_event(event)
 
     def wait(self, mark: Any) -> None:
-        mark.synchronize()
+        for device, event in mark.items():
+            with torch.cuda.device(device):  # a thread's own is the first GPU, which other ranks use
+                event.synchronize()
 
 
 class Staged:
@@ -107,16 +123,16 @@ class Staged:
 
 
 def lane_for(layout: Layout) -> Lane:
-    device = next((copy.tensor.device for copy in layout.copies if copy.tensor.device.type == "cuda"), None)
-    return CudaLane(device) if device is not None else CpuLane()
+    gpus = dict.fromkeys(copy.tensor.device for copy in layout.copies if copy.tensor.is_cuda)
+    return CudaLane(gpus) if gpus else CpuLane()
 
 
 def stage(layout: Layout, buffer: torch.Tensor, lane: Lane, early: Collection[torch.Tensor] = ()) -> Staged:
     """Queue the copies of a layout into buffer, uint8 [nbytes]. early: what the next forward may change."""
-    first = {id(tensor) for tensor in early}
+    first = {tensor.data_ptr() for tensor in early}
     # Made before the lane follows: a tensor with gaps is joined by a kernel of the training's own stream.
-    sooner = [(copy.begin, copy.bytes()) for copy in layout.copies if id(copy.tensor) in first]
-    later = [(copy.begin, copy.bytes()) for copy in layout.copies if id(copy.tensor) not in first]
+    sooner = [(copy.begin, copy.bytes()) for copy in layout.copies if copy.tensor.data_ptr() in first]
+    later = [(copy.begin, copy.bytes()) for copy in layout.copies if copy.tensor.data_ptr() not in first]
     lane.follow()
     keep: list[torch.Tensor] = []
     if sooner:
@@ -130,19 +146,19 @@ def _queue(sources: list[Placed], buffer: torch.Tensor, lane: Lane, keep: list[t
     for run in runs(sources):
         data = [raw for _, raw in run]
         joined = data[0] if len(data) == 1 else lane.join(data)
-        keep.extend((*data, joined))
+        keep.extend(data)
         lane.copy(buffer[run[0][0] : run[0][0] + joined.numel()], joined)
 
 
 def runs(sources: list[Placed]) -> list[list[Placed]]:
-    """Small device tensors that are neighbours in the buffer, together; all else alone; nothing for empty ones."""
+    """Small tensors of a device that are neighbours in the buffer, together; all else alone; nothing for empty ones."""
     found: list[list[Placed]] = []
     end, room = -1, 0  # where the last run ends, and how many bytes it still takes
     for begin, raw in sources:
         size = raw.numel()
         if not size:
             continue
-        small = raw.device.type != "cpu" and size < SMALL
+        small = size < SMALL
         if small and begin == end and size <= room and raw.device == found[-1][-1][1].device:
             found[-1].append((begin, raw))
             room -= size

@@ -64,8 +64,9 @@ class TrainingState:
         self._laid_out: dict[tuple[str, int, int], tuple[object, Layout]] = {}
 
     @property
-    def on_gpu(self) -> bool:
-        return any(parameter.is_cuda for parameter in self.names)
+    def gpu(self) -> torch.device | None:
+        """The GPU of the parameters, or the first of several."""
+        return next((parameter.device for parameter in self.names if parameter.is_cuda), None)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Name in the file -> parameter or buffer. With frozen parameters: what is trained, and nothing else."""
@@ -79,8 +80,9 @@ class TrainingState:
         return dict(found.values())
 
     def buffers(self) -> list[torch.Tensor]:
-        """What a forward may change."""
-        return [value for value in self.weights().values() if not isinstance(value, nn.Parameter)]
+        """What a forward may change; of distributed ones this rank's part."""
+        pieces = (local_piece(value) for value in self.weights().values() if not isinstance(value, nn.Parameter))
+        return [piece.tensor for piece in pieces if piece is not None]
 
     def layout(self, kind: str, rank: int, world: int) -> Layout:
         """The files of this rank. Computed again only when tensors came, went or moved."""

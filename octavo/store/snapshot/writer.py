@@ -86,7 +86,7 @@ class SnapshotWriter:
         self._courier = threading.Thread(target=self._carry, name="octavo-snapshots", daemon=True)
         self._courier.start()
 
-    def prepare(self, nbytes: int, *, pin: bool) -> None:
+    def prepare(self, nbytes: int, *, pin: torch.device | None) -> None:
         """Buffers for snapshots of nbytes, as many as host memory allows. Waits for what is in flight."""
         if self._here or (self._buffers and self._buffers[0].nbytes >= nbytes):
             return

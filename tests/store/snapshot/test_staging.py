@@ -1,10 +1,14 @@
 """Order of copies beside training, told by a lane that notes what is asked of it; what travels together; memory."""
 
+import contextlib
+
 import torch
+from torch import nn
 
 from octavo.store.snapshot.host import HostBuffer, buffers_that_fit, free_memory
 from octavo.store.snapshot.layout import Piece, lay_out
 from octavo.store.snapshot.staging import JOINED, SMALL, CpuLane, runs, stage
+from octavo.store.snapshot.state import TrainingState
 
 
 class Told(CpuLane):
@@ -45,6 +49,17 @@ def test_buffers_go_first_and_only_they_hold_the_next_forward():
     assert lane.log[-2:] == ["hold 6", "wait 6"]
 
 
+def test_the_buffers_of_a_model_are_found_among_its_tensors():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    state = TrainingState(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    layout, lane = state.layout("full", 0, 1), Told()
+    stage(layout, torch.zeros(layout.nbytes, dtype=torch.uint8), lane, state.buffers())
+    held = lane.log.index("hold 4")
+    assert lane.log[:held] == ["follow", "copy 8", "copy 32", "mark"]  # batches seen; mean and variance
+    assert lane.log[held + 1 :] == ["copy 112", "mark"]
+
+
 def test_without_buffers_the_forward_waits_for_nothing():
     layout, lane = layout_of(weight=torch.randn(4)), Told()
     stage(layout, torch.zeros(layout.nbytes, dtype=torch.uint8), lane)
@@ -73,7 +88,7 @@ def test_the_copy_is_of_the_moment_it_was_asked_for():
     assert all(torch.equal(found[name], want[name]) for name in want)
 
 
-def test_small_device_tensors_travel_together_large_ones_alone():
+def test_small_tensors_of_a_device_travel_together_large_ones_alone():
     def place(*sizes):
         return [(sum(sizes[:i]), torch.empty(n, dtype=torch.uint8, device="meta")) for i, n in enumerate(sizes)]
 
@@ -85,10 +100,34 @@ def test_small_device_tensors_travel_together_large_ones_alone():
     assert all(sum(run) <= JOINED for run in lengths(many)) and sum(map(len, lengths(many))) == len(many)
     apart = [(0, many[0][1]), (SMALL + 7, many[1][1])]
     assert len(runs(apart)) == 2
+    mixed = [(0, many[0][1][:8]), (8, torch.empty(4, dtype=torch.uint8)), (12, many[0][1][:8])]
+    assert len(runs(mixed)) == 3
+
+
+def test_step_counts_in_host_memory_do_not_part_what_is_on_the_gpu():
+    """AdamW keeps one beside the two moments of every parameter."""
+    on_gpu, count = torch.empty(4, device="meta"), torch.zeros(())
+    names = [f"{p}.{kind}" for p in "abc" for kind in ("step", "exp_avg", "exp_avg_sq")]
+    pieces = {name: Piece(count if name.endswith("step") else on_gpu) for name in names}
+    layout = lay_out({"f.safetensors": pieces})
+    found = runs([(copy.begin, copy.bytes()) for copy in layout.copies])
+    assert [[raw.device.type for _, raw in run] for run in found] == [["meta"] * 6, ["cpu"] * 3]
+
+
+def test_memory_that_cannot_be_pinned_is_used_as_it_is(monkeypatch, caplog):
+    class Refuses:
+        def cudaHostRegister(self, *_):
+            return 2
+
+    monkeypatch.setattr("octavo.store.snapshot.host._cuda", Refuses)
+    monkeypatch.setattr("torch.cuda.device", lambda gpu: contextlib.nullcontext())
+    buffer = HostBuffer(4096, pin=torch.device("cuda", 0))
+    assert not buffer.pinned and "cannot be pinned (CUDA error 2)" in caplog.text
+    buffer.close()
 
 
 def test_host_memory_is_shared_and_counted(tmp_path):
-    buffer = HostBuffer(4096, pin=False)
+    buffer = HostBuffer(4096, pin=None)
     buffer.data.fill_(7)
     with open(f"/proc/self/fd/{buffer.handle}", "rb") as file:
         assert file.read() == b"\7" * 4096
