@@ -1,43 +1,50 @@
-"""Predicted against measured: peak reserved memory and seconds of a step over 28 settings on one GPU. JSON lines.
+"""Predicted against measured: peak reserved memory and seconds of a step over 28 settings on one GPU.
 
-    python benchmarks/planner.py [--seconds 450] [--out FILE]     on a GPU; 1B and 8B shapes, about 8 minutes on an H200
+    python benchmarks/planner.py [--seconds 450] [--out FILE]     on a GPU; 1B and 8B shapes, 2 minutes on an H200
     python benchmarks/planner.py --device cpu                     a dry run of the same settings on tiny shapes
 
 Models have the published shapes and random weights. A step is that of octavo finetune: 16-bit autocast, float32
-adapters or master weights, fused AdamW. Every second setting of a shape is set aside (`held_out`) before any constant
-is fitted. The summary has the errors of both halves, and those of the held-out half with one factor each for memory
-and time, the medians of the other half. Settings that run out of memory count against a plan that said they fit.
+adapters or master weights, fused AdamW, growing segments of the allocator, TRL's head in tiles (where TRL is not
+installed, Transformers' plain loss; the row says which). Every second setting of a shape is set aside (`held_out`)
+before any constant is fitted; the summary has the errors of both halves. Settings that run out of memory count against
+a plan that said they fit. A table for people; JSON lines in FILE.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import itertools
 import json
+import os
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+# As octavo finetune has it, before torch is there; the user's own setting stays.
+os.environ.setdefault("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"))
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from octavo import Float8Linear, Recipe, convert
+from octavo.base.allocator import expandable_segments, setting
 from octavo.base.errors import ConfigError
 from octavo.base.oom import out_of_memory
 from octavo.integrations.peft import get_peft_model, lora_config
-from octavo.workflows.planner.memory import Setup, memory
+from octavo.workflows.planner.memory import memory
 from octavo.workflows.planner.model import Model
-from octavo.workflows.planner.search import USABLE, octavo_arithmetic
+from octavo.workflows.planner.search import USABLE, octavo_backend
+from octavo.workflows.planner.setup import Loss, Setup
 from octavo.workflows.planner.source import published
 from octavo.workflows.planner.tables import GIB, Gpu, Machine, gpu_named
 from octavo.workflows.planner.timing import step_time
@@ -94,9 +101,11 @@ def build(case: Case, config: dict[str, Any], device: str) -> nn.Module:
     if case.liger:
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 
-        rotary = modeling_llama.apply_rotary_pos_emb
+        before = dict(vars(modeling_llama))
         apply_liger_kernel_to_llama(model=model)
-        RESTORE.append(lambda: setattr(modeling_llama, "apply_rotary_pos_emb", rotary))  # Liger replaces it for all
+        RESTORE.append(lambda: vars(modeling_llama).update(before))  # Liger replaces classes and functions for all
+    elif add_fused_lm_head := tiled_head():
+        add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
     if case.method == "full":
         if case.precision == "fp8":
             for name, module in list(model.model.layers.named_modules()):
@@ -112,17 +121,32 @@ def build(case: Case, config: dict[str, Any], device: str) -> nn.Module:
     return model.train()
 
 
+@cache
+def tiled_head() -> Callable[..., None] | None:
+    """The head of octavo finetune's trainer, None where TRL is not installed."""
+    try:
+        from trl.trainer.utils import add_fused_lm_head
+    except ImportError:
+        return None
+    return add_fused_lm_head  # type: ignore[no-any-return]
+
+
+def loss_of(case: Case) -> Loss:
+    return "liger" if case.liger else "tiled" if tiled_head() else "plain"
+
+
 def steps(model: nn.Module, case: Case, vocab: int, context: int, device: str) -> float:
     """Median seconds of an optimizer step."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
     ids = torch.randint(vocab, (case.micro, context), device=device)
+    head = {"fused_lm_head": True} if loss_of(case) == "tiled" else {}
     times = []
     for _ in range(STEPS + 1):
         synchronize(device)
         started = time.perf_counter()
         with torch.autocast(device, torch.bfloat16, enabled=device != "cpu"):
-            loss = model(input_ids=ids, labels=ids).loss
+            loss = model(input_ids=ids, labels=ids, **head).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
@@ -148,10 +172,11 @@ def clean(device: str) -> None:
 def measure(case: Case, device: str, gpu: Gpu | None, tiny: bool) -> dict[str, Any]:
     config = config_of(case, tiny)
     context = max(32, case.context // 64) if tiny else case.context
-    account, seconds, verdict = predict(case, config, context, device, gpu)
+    reserved, seconds, verdict = predict(case, config, context, device, gpu)
     row = dict(vars(case)) | {
         "context": context,
-        "predicted_gib": account / GIB,
+        "loss": loss_of(case),
+        "predicted_gib": reserved / GIB,
         "predicted_s": seconds,
         "fits": verdict,
     }
@@ -190,37 +215,34 @@ def predict(
         context=context,
         micro=case.micro,
         checkpointing=case.checkpointing,  # type: ignore[arg-type]
-        fused_loss=case.liger,
+        loss=loss_of(case),
         fused_layers=case.liger,
         width=4 if device == "cpu" else 2,
+        backend=octavo_backend(gpu, "16bit") if gpu else "cpu",
+        expandable=expandable_segments(),
+        evaluates=False,
     )
     model = Model.from_config(case.shape, config)
     account = memory(model, setup)
     if gpu is None:
-        return account.peak - account.outside, None, None
-    fp8 = case.precision == "fp8" and octavo_arithmetic(gpu, "channel")[0] == "fp8"
-    seconds = step_time(model, setup, Machine("", gpu, 1), 1, fp8=fp8).seconds
-    return account.peak - account.outside, seconds, account.high <= gpu.memory * USABLE
+        return account.reserved, None, None
+    seconds = step_time(model, setup, Machine("", gpu, 1)).seconds
+    return account.reserved, seconds, account.high <= gpu.memory * USABLE
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Errors of both halves, in percent, and of the held-out half with the other half's median factors."""
+    """Errors of both halves, in percent."""
     found: dict[str, Any] = {
         "fits_that_ran_out": sum(r["fits"] is True and r["outcome"] == "out of memory" for r in rows)
     }
     found["measured"] = sum(r["outcome"] == "ok" for r in rows)
-    for what, unit in (("memory", "gib"), ("time", "s")):
+    for what in ("memory", "time"):
         known = [r for r in rows if r.get(f"{what}_error") is not None]
-        fit = [r for r in known if not r["held_out"]]
-        if not fit:
-            continue
-        factor = statistics.median(r[f"measured_{unit}"] / r[f"predicted_{unit}"] for r in fit)
-        for half, scale in itertools.product((False, True), (1.0, factor)):
-            name = f"{what}_{'held_out' if half else 'fit'}" + ("" if scale == 1.0 else "_with_factor")
-            errors = [abs(scale * (r[f"{what}_error"] + 1) - 1) for r in known if r["held_out"] == half]
+        for half in (False, True):
+            errors = [abs(r[f"{what}_error"]) for r in known if r["held_out"] == half]
             if errors:
+                name = f"{what}_{'held_out' if half else 'fit'}"
                 found[name] = {"mean_%": 100 * statistics.mean(errors), "worst_%": 100 * max(errors), "n": len(errors)}
-        found[f"{what}_factor"] = factor
     return found
 
 
@@ -232,12 +254,30 @@ def planning_seconds() -> float:
     return time.perf_counter() - started
 
 
-def show(row: dict[str, Any], out: Path | None) -> None:
-    line = json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()})
-    print(line, flush=True)
+HEADER = "shape        how        tokens   ckpt loss  held    GiB predicted error    used       s predicted error"
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row in at most 110 columns."""
+    name = f"{row['shape']:12} {row['method']:4} {row['precision']:4} {row['context']:>6}x{row['micro']} "
+    name += f"{row['checkpointing']:4} {row['loss']:5} {'yes' if row['held_out'] else '-':4}"
+    if row["outcome"] != "ok":
+        return f"{name} {row['outcome'][:50]}"
+    memory = "      -         -     -       -"
+    if "measured_gib" in row:
+        memory = f"{row['measured_gib']:7.2f} {row['predicted_gib']:9.2f} {row['memory_error']:+6.1%} "
+        memory += f"{row['allocated_gib']:7.2f}"
+    predicted, error = row["predicted_s"], row["time_error"]
+    time = f"{row['measured_s']:8.4f} " + ("        -     -" if error is None else f"{predicted:9.4f} {error:+6.1%}")
+    return f"{name} {memory} {time}"
+
+
+def write(row: dict[str, Any], out: Path | None) -> None:
+    """One JSON line into the file."""
     if out:
+        rounded = {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}
         with out.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+            file.write(json.dumps(rounded) + "\n")
 
 
 def main() -> int:
@@ -255,15 +295,24 @@ def main() -> int:
             gpu = gpu_named(name.split(" ")[1] if name.startswith("NVIDIA ") else name)
         except ConfigError as error:
             print(f"{name}: {error}; times are not predicted", file=sys.stderr)
-    show({"device": name, "torch": torch.__version__, "planning_s": planning_seconds()}, options.out)
+    facts = {"device": name, "torch": torch.__version__, "allocator": setting(), "planning_s": planning_seconds()}
+    if options.device == "cuda":
+        torch.zeros(1, device="cuda")
+        facts["expandable_segments"] = torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"]
+    write(facts, options.out)
+    print(facts, HEADER, sep="\n", flush=True)
     rows = []
     for case in cases():
         if time.monotonic() - started > options.seconds:
-            show(dict(vars(case)) | {"outcome": "not run: time is up"}, options.out)
+            print(f"{case}: not run, time is up", flush=True)
+            write(dict(vars(case)) | {"outcome": "not run: time is up"}, options.out)
             continue
         rows.append(measure(case, options.device, gpu, tiny=options.device == "cpu"))
-        show(rows[-1], options.out)
-    show({"summary": summary(rows), "wall_s": time.monotonic() - started}, options.out)
+        write(rows[-1], options.out)
+        print(line(rows[-1]), flush=True)
+    found = {"summary": summary(rows), "wall_s": time.monotonic() - started}
+    write(found, options.out)
+    print(json.dumps(found))
     return 0
 
 

@@ -35,6 +35,7 @@ def _lines(report: DoctorReport) -> list[object]:
         "memory": f"{size(report.memory_free)} free of {size(report.memory)}",
         "cache": f"{report.cache_dir}, {size(report.disk_free)} free",
         "torch CUDA": report.pytorch_cuda or "none: a CPU build",
+        "CUDA memory": report.allocator,
     }
     for gpu in report.gpus:
         fp8 = "FP8 tensor cores" if gpu.native_fp8 else "no FP8 tensor cores: FP8 in memory, 16-bit arithmetic"

@@ -29,7 +29,7 @@ def plan(
     context: Annotated[int | None, option("Tokens of a sequence.", 1024)] = None,
     batch: Annotated[int | None, option("Sequences of an optimizer step, over all GPUs.", 8)] = None,
     checkpointing: Annotated[str | None, option("auto: none and full.", "auto", CHECKPOINTING)] = None,
-    fused_loss: Annotated[bool | None, option("Liger.", False, None, "--fused-loss/--no-fused-loss")] = None,
+    loss: Annotated[str | None, option("Of the head.", "tiled", "tiled|plain|liger")] = None,
     saved_fp8: Annotated[
         bool | None, option("Activations saved in FP8.", False, None, "--saved-fp8/--no-saved-fp8")
     ] = None,

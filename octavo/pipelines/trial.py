@@ -14,13 +14,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from octavo.base.allocator import expandable_segments, setting
 from octavo.base.errors import RefusedError, UnsupportedError
 from octavo.base.log import logger
 from octavo.pipelines.trial_process import Ended, run_group
 from octavo.pipelines.trial_report import TrialReport, Tried
 from octavo.workflows.plan import PlanConfig, why_not
-from octavo.workflows.planner.memory import Memory, Setup, memory
+from octavo.workflows.planner.memory import memory
 from octavo.workflows.planner.report import PlanReport
+from octavo.workflows.planner.setup import Setup
 from octavo.workflows.planner.source import read_model
 from octavo.workflows.planner.tables import GIB
 
@@ -123,7 +125,8 @@ class _Search:
         settings = self.settings | {"micro_batch": micro, "accumulation": accumulation}
         limit = None if self.config.max_memory_per_gpu is None else self.config.max_memory_per_gpu * GIB
         ended = self.run({"settings": settings, "limit": limit, "steps": STEPS}, self.processes, self.seconds)
-        predicted = _allocated(memory(self.model, self._setup(micro)))
+        account = memory(self.model, self._setup(micro))
+        predicted = account.reserved
         peak = ended.peak
         times = [float(r["seconds_per_step"]) for r in ended.results if r.get("seconds_per_step")]
         self.tried.append(
@@ -151,7 +154,8 @@ class _Search:
             context=self.config.context,
             micro=micro,
             checkpointing="full" if self.settings["gradient_checkpointing"] else "none",
-            fused_loss=self.config.fused_loss,
+            accumulation=self.each // micro,
+            expandable=expandable_segments() or not setting(),  # octavo finetune asks for them where nobody else does
             width=4 if cpu else 2,
             world=self.processes,
             sharding="ddp" if self.processes > 1 else "none",
@@ -172,11 +176,6 @@ def _fallbacks(settings: dict[str, Any]) -> list[dict[str, Any]]:
         return [settings]
     choices = [settings, settings | {"scheme": "tensor"}, settings | {"mode": "two-stage"}]
     return choices if settings["scheme"] != "tensor" else [choices[0], choices[2]]
-
-
-def _allocated(account: Memory) -> float:
-    """What torch's allocator is asked for: without the CUDA context, NCCL and what the allocator wastes."""
-    return account.peak - account.outside - account.terms["fragmentation"]
 
 
 def _refined(passed: list[Tried]) -> dict[str, float] | None:

@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from octavo.base.allocator import prefer_expandable_segments
 from octavo.pipelines.trial_process import end_with_parent
 
 CHARACTERS = 6  # of English text per token, more than any tokenizer makes of it
@@ -28,6 +29,7 @@ EVAL_TOKENS = 1024
 def main(spec_file: str, result_file: str) -> None:
     """Run and write the result; an exception passes through, its text is what the parent reads."""
     end_with_parent()
+    prefer_expandable_segments()
     spec = json.loads(Path(spec_file).read_text())
     import torch
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from octavo import __version__
+from octavo.base.allocator import EXPANDABLE, setting
 from octavo.base.env import env
 from octavo.base.errors import require_type
 from octavo.base.hardware import HardwareCaps, caps_named, caps_of
@@ -56,7 +57,8 @@ class BackendLine(Report):
 
 
 class DoctorReport(Report):
-    """Sizes in bytes. target: the hardware that `backends` is about. pytorch_cuda: the CUDA that torch is built for."""
+    """Sizes in bytes. target: the hardware that `backends` is about. pytorch_cuda: the CUDA that torch is built for.
+    allocator: the setting of CUDA's allocator in the environment, else what training asks for."""
 
     octavo: str
     python: str
@@ -69,6 +71,7 @@ class DoctorReport(Report):
     disk_free: int
     packages: dict[str, str | None]
     pytorch_cuda: str | None
+    allocator: str
     extras: list[Extra]
     gpus: list[Gpu]
     target: str
@@ -94,6 +97,7 @@ def doctor(config: DoctorConfig | None = None) -> DoctorReport:
         disk_free=shutil.disk_usage(_existing(cache)).free,
         packages={name: version_of(name) for name in CORE_PACKAGES},
         pytorch_cuda=torch.version.cuda,
+        allocator=setting() or f"{EXPANDABLE} while training",
         extras=_extras(),
         gpus=[_gpu(index) for index in range(torch.cuda.device_count())],
         target=str(target),

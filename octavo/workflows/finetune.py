@@ -16,6 +16,7 @@ from typing import Any, Literal
 import pydantic
 import torch
 
+from octavo.base.allocator import prefer_expandable_segments
 from octavo.base.errors import CheckpointError, ConfigError, UnsupportedError, require_type
 from octavo.base.log import logger, progress
 from octavo.base.packages import pip_line, version_of
@@ -64,16 +65,15 @@ class FinetuneConfig(Config):
     quantizes; `fp8-aware` through the rounding of base + adapter, as export merges it. scheme, scale_format, skip,
     scales: how the base is quantized. activation: what the linears do to their inputs while training; `token`,
     `group128` and `static` imitate the served model. policy: policy.json of the model, from octavo tune; the run keeps
-    it, and export follows.
-    rank, alpha, dropout, rslora, target_modules: of LoRA. warmup: steps, or a share of them if below 1.
-    max_steps: instead of epochs. packing: cut samples of exactly `context` tokens from the joined text (default for
-    texts). completion_only: count the loss on answers only (default where the data says prompt and completion).
-    gradient_checkpointing: default on GPUs. resume: `auto` continues `out` where it has something to continue, `must`
-    insists, `never` wants a new folder. save_every: steps that a kill costs at most; a snapshot is due twice as often.
-    adapter_only_every, eval_every: steps between; 0 for never; of adapter-only snapshots those since the last full one
-    stay. keep, keep_every, keep_best: full snapshots that stay: the last, those at multiples, the one with the best
-    held-out perplexity. snapshot_url: object storage to copy them to. grace: seconds for the last snapshot after
-    SIGTERM, SIGINT or (with spot) the notice of EC2.
+    it, and export follows. rank, alpha, dropout, rslora, target_modules: of LoRA. warmup: steps, or a share of them if
+    below 1. max_steps: instead of epochs. packing: cut samples of exactly `context` tokens from the joined text
+    (default for texts). completion_only: count the loss on answers only (default where the data says prompt and
+    completion). gradient_checkpointing: default on GPUs. resume: `auto` continues `out` where it has something to
+    continue, `must` insists, `never` wants a new folder. save_every: steps that a kill costs at most; a snapshot is due
+    twice as often. adapter_only_every, eval_every: steps between; 0 for never; of adapter-only snapshots those since
+    the last full one stay. keep, keep_every, keep_best: full snapshots that stay: the last, those at multiples, the one
+    with the best held-out perplexity. snapshot_url: object storage to copy them to. grace: seconds for the last
+    snapshot after SIGTERM, SIGINT or (with spot) the notice of EC2.
     """
 
     model: str
@@ -188,6 +188,7 @@ def finetune(config: FinetuneConfig) -> FinetuneReport:
     to stop, and saved. UnsupportedError: a package or device is missing.
     """
     require_type("finetune: config", config, FinetuneConfig)
+    logger().info("CUDA's allocator: %s", prefer_expandable_segments())
     _require_packages(config)
     config = Policy.read(config.policy).adopt(config) if config.policy else config
     run = RunFolder(config.out)
@@ -389,12 +390,9 @@ def _tokens_per_step(config: FinetuneConfig) -> int:
 
 
 def _warnings(config: FinetuneConfig) -> list[str]:
-    found = []
-    if (tokens := _tokens_per_step(config)) < TINY_BATCH:
-        found.append(
-            f"an optimizer step sees at most {tokens} tokens: for a run that counts, raise accumulation "
-            f"{-(-TINY_BATCH // tokens)} times"
-        )
-    for text in found:
-        logger().warning(text)
-    return found
+    if (tokens := _tokens_per_step(config)) >= TINY_BATCH:
+        return []
+    times = -(-TINY_BATCH // tokens)
+    text = f"an optimizer step sees at most {tokens} tokens: for a run that counts, raise accumulation {times} times"
+    logger().warning(text)
+    return [text]

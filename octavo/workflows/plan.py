@@ -16,10 +16,10 @@ import pydantic
 
 from octavo.base.errors import ConfigError, require_type
 from octavo.base.report import Config, atomic_write, read_yaml
-from octavo.workflows.planner.memory import Setup
 from octavo.workflows.planner.model import Model
 from octavo.workflows.planner.report import PlanReport, Rejection, option
 from octavo.workflows.planner.search import Candidate, Limits, Rejected, pareto, per_place, search
+from octavo.workflows.planner.setup import Loss, Setup
 from octavo.workflows.planner.source import hub_id, read_model
 from octavo.workflows.planner.tables import GIB, Machine, gpu_named, instances
 from octavo.workflows.planner.timing import fp8_shapes
@@ -33,10 +33,11 @@ class PlanConfig(Config):
 
     precision: auto tries bf16 and fp8; fp8 keeps the frozen base of LoRA as codes. scheme: of its scales. context:
     tokens of a sequence. batch: sequences of one optimizer step over all GPUs, met exactly. checkpointing: auto tries
-    none and full. fused_loss: count on a fused cross-entropy such as Liger's. gpu: names; instance: globs such as
-    g7e.*; neither: all instances. max_memory_per_gpu: GiB. budget: USD, deadline: hours, both for `tokens` tokens (20M
-    is understood). spot: spot prices instead of on-demand ones. prices: YAML of instance type: USD an hour. top: rows.
-    write: where to put the run.yaml that octavo finetune takes, with `data` and `out` if they are given.
+    none and full. loss: `tiled`, as the trainer of octavo finetune takes the head; `plain`, all logits at once;
+    `liger`. gpu: names; instance: globs such as g7e.*; neither: all instances. max_memory_per_gpu: GiB. budget: USD,
+    deadline: hours, both for `tokens` tokens (20M is understood). spot: spot prices instead of on-demand ones. prices:
+    YAML of instance type: USD an hour. top: rows. write: where to put the run.yaml that octavo finetune takes, with
+    `data` and `out` if they are given.
     """
 
     model: str
@@ -48,7 +49,7 @@ class PlanConfig(Config):
     context: int = pydantic.Field(1024, ge=2)
     batch: int = pydantic.Field(8, ge=1, le=65536)
     checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
-    fused_loss: bool = False
+    loss: Loss = "tiled"
     saved_fp8: bool = False
     gpu: tuple[str, ...] = ()
     instance: tuple[str, ...] = ()
@@ -169,8 +170,8 @@ def _setups(config: PlanConfig) -> list[Setup]:
             rank=config.rank,
             context=config.context,
             checkpointing=mode,  # type: ignore[arg-type]
-            fused_loss=config.fused_loss,
-            fused_layers=config.fused_loss,
+            loss=config.loss,
+            fused_layers=config.loss == "liger",
             saved_fp8=config.saved_fp8,
         )
         for precision, mode in product(precisions, modes)
@@ -201,7 +202,7 @@ def _run(config: PlanConfig, best: Candidate | None, steps: int | None) -> dict[
         "target_modules": list(config.target_modules) or None,
         "context": config.context,
         "micro_batch": best.setup.micro,
-        "accumulation": best.accumulation,
+        "accumulation": best.setup.accumulation,
         "gradient_checkpointing": best.setup.checkpointing == "full",
         "max_steps": steps,
     }
@@ -214,7 +215,7 @@ def why_not(config: PlanConfig, gpus: int = 1) -> str:
         "method full": config.method == "full",
         "checkpointing selective": config.checkpointing == "selective",
         "activations saved in FP8": config.saved_fp8,
-        "a fused loss": config.fused_loss,
+        f"loss {config.loss}": config.loss != "tiled",
         "several GPUs: plan with --max-gpus 1": gpus > 1,
     }
     return next((name for name, true in cannot.items() if true), "")
@@ -236,8 +237,8 @@ def _notes(config: PlanConfig, model: Model, found: list[Candidate], rejected: l
     best = found[0] if found else None
     logits = best.memory.terms.get("logits", 0.0) if best else 0.0
     too_large = any("mostly logits" in r.reason for r in rejected)
-    if not config.fused_loss and (too_large or (best and logits > 0.25 * best.memory.peak)):
-        notes.append("logits dominate the memory: a fused cross-entropy (--fused-loss to plan with it) removes them")
+    if config.loss == "plain" and (too_large or (best and logits > 0.25 * best.memory.peak)):
+        notes.append("logits dominate the memory: a fused cross-entropy (--loss tiled or liger) removes them")
     if config.spot and not any(one.price is not None for one in found):
         notes.append("spot prices change by the hour and are not in the table: give them with --prices")
     if best and (why := why_not(config, best.setup.world)):

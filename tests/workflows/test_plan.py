@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -12,7 +13,7 @@ from octavo.base.errors import ConfigError
 from octavo.cli import main
 from octavo.workflows.plan import PlanConfig, plan
 from octavo.workflows.planner import search as searching
-from octavo.workflows.planner.tables import gpus
+from octavo.workflows.planner.tables import backend, gpus
 
 EIGHT_B = {"model": "Llama-3.1-8B", "context": 4096, "batch": 16}
 
@@ -79,7 +80,7 @@ def test_what_is_no_price(tmp_path, price):
 
 def test_every_limit_says_why(tmp_path):
     cases = {
-        "usable": {"gpu": ("rtx4090",), "precision": "bf16", "max_gpus": 1},
+        "usable": {"gpu": ("rtx4090",), "precision": "bf16", "max_gpus": 1, "loss": "plain"},
         "at most 4": {"instance": ("p5.48xlarge",), "max_gpus": 4},
         "the budget is 1": {"instance": ("g7e.2xlarge",), "budget": 1.0, "tokens": 20_000_000},
         "the deadline is 0.1 h": {"instance": ("g7e.2xlarge",), "deadline": 0.1, "tokens": 20_000_000},
@@ -111,9 +112,8 @@ def test_fp8_storage_is_offered_on_ampere_and_says_how_it_computes():
 
 
 def test_p6_a_scheme_without_a_product_falls_back_with_its_reason(monkeypatch):
-    table = {**searching.load("capability"), "backends": {"fast": "fp8"}}
-    monkeypatch.setattr(searching, "load", lambda name: table)
-    monkeypatch.setattr(searching, "_order", lambda sm: ("fast",))
+    fast = replace(backend("native"), rounded=False)
+    monkeypatch.setattr(searching, "_backends", lambda sm: [fast])
     assert searching.octavo_arithmetic(gpus()["h200"], "channel") == ("fp8", "channel", "")
     kind, scheme, why = searching.octavo_arithmetic(gpus()["rtxpro6000"], "channel")
     assert (kind, scheme) == ("fp8", "tensor") and "row-scaled" in why
@@ -128,11 +128,11 @@ def test_backends_of_the_operations_are_known_to_the_planner():
 
 
 def test_logits_that_dominate_are_named_with_the_remedy():
-    report = planned(context=32768, batch=1, gpu=("h200",), max_gpus=1, checkpointing="full")
+    report = planned(context=32768, batch=1, gpu=("h200",), max_gpus=1, checkpointing="full", loss="plain")
     assert report.options[0].dominant == "logits"
-    assert any("--fused-loss" in note for note in report.notes)
-    fused = planned(context=32768, batch=1, gpu=("h200",), max_gpus=1, checkpointing="full", fused_loss=True)
-    assert fused.options[0].dominant != "logits" and not any("--fused-loss" in n for n in fused.notes)
+    assert any("--loss tiled" in note for note in report.notes)
+    fused = planned(context=32768, batch=1, gpu=("h200",), max_gpus=1, checkpointing="full", loss="tiled")
+    assert fused.options[0].dominant != "logits" and not any("--loss tiled" in n for n in fused.notes)
 
 
 def test_run_yaml_is_what_finetune_takes(tmp_path):
@@ -160,7 +160,7 @@ def test_run_yaml_without_data_leaves_it_to_the_command(tmp_path):
 def test_what_finetune_does_not_run_has_no_run_yaml(tmp_path):
     report = planned(method="full", gpu=("b300",))
     assert report.options and report.run is None and "no run.yaml" in report.notes[-1]
-    for settings in ({"max_gpus": 8, "order": "time"}, {"max_gpus": 1, "fused_loss": True}):
+    for settings in ({"max_gpus": 8, "order": "time"}, {"max_gpus": 1, "loss": "liger"}):
         report = planned(gpu=("h200",), **settings)
         assert report.options and report.run is report.command is None and "no run.yaml" in report.notes[-1]
     with pytest.raises(ConfigError, match="nothing that octavo finetune could run"):

@@ -1,7 +1,6 @@
 """Memory of one GPU in a training step: what stays, plus the maximum over the instants of the step. Never a plain sum.
 
-The bytes per token are those that autograd saves in Transformers' decoder layers; docs/planner.md derives each of them
-and compares with what was measured. Nothing here is fitted.
+docs/planner.md derives the terms. tests/workflows/planner/test_replay.py compares them with the storages of real steps.
 """
 
 from __future__ import annotations
@@ -9,49 +8,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
-from typing import Literal
 
+from octavo.workflows.planner.activations import blocks, stream
 from octavo.workflows.planner.model import Model, Width
-from octavo.workflows.planner.tables import GIB, factor
+from octavo.workflows.planner.setup import Setup
+from octavo.workflows.planner.tables import GIB, backend, factor
 
-Checkpointing = Literal["none", "selective", "full"]
 EVAL_TOKENS = 512  # the window of octavo finetune's held-out perplexity
-STATE = 16  # bytes of a trained parameter: float32 value, gradient and two moments of AdamW
-# Peak of the plain loss in bytes per logit: log-probabilities, their gradient and the logits' gradient, each float32.
-PLAIN_LOSS = 12
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What is trained and how. method: lora or full. precision: bf16, or fp8: codes as the frozen base of LoRA, FP8
-    products for full. fused_loss: Liger's. adapters: `autocast` (Trainer), `float32` (PEFT without autocast), `same`
-    (16-bit adapters). micro: sequences of one pass. world: GPUs; sharding: none, ddp or fsdp. width: bytes of a 16-bit
-    value; 4 on a CPU, which computes in float32. context: tokens of a sequence. saved_fp8: activations saved in FP8.
-    """
-
-    method: str = "lora"
-    precision: str = "bf16"
-    rank: int = 16
-    context: int = 1024
-    micro: int = 1
-    checkpointing: Checkpointing = "full"
-    fused_loss: bool = False
-    fused_layers: bool = False
-    adapters: str = "autocast"
-    sharding: str = "none"
-    world: int = 1
-    width: int = 2
-    saved_fp8: bool = False
-
-    @property
-    def tokens(self) -> int:
-        return self.micro * self.context
+TILE = (4096, 32768)  # tokens and words of a tile of TRL's head
 
 
 @dataclass(frozen=True)
 class Memory:
     """Bytes. persistent, instants: name -> bytes; outside: of torch's allocator. low and high bound the peak, which is
-    persistent + the largest instant + outside. terms: the parts of that peak. dominant: the largest of them."""
+    persistent + the largest instant + fragmentation + outside. terms: the parts of that peak. dominant: the largest."""
 
     persistent: Mapping[str, float]
     instants: Mapping[str, float]
@@ -66,35 +36,35 @@ class Memory:
     def dominant(self) -> str:
         return max(self.terms, key=lambda name: self.terms[name])
 
+    @property
+    def reserved(self) -> float:
+        """What torch's allocator holds."""
+        return self.peak - self.outside
+
+    @property
+    def allocated(self) -> float:
+        """What torch's allocator is asked for at the same time."""
+        return self.reserved - self.terms["fragmentation"]
+
 
 def memory(model: Model, setup: Setup) -> Memory:
     """The account of one GPU for one setup."""
-    stays, blocks = persistent(model, setup), _blocks(model, setup)
-    logits, scratch = loss_bytes(model, setup), max(_scratch(model, setup, w) for w in model.widths)
-    gathered = _gathered(model, setup)
-    working = max(blocks[1].values(), default=0.0) if setup.checkpointing == "full" else 0.0
-    trained = trained_parameters(model, setup)
-    instants: dict[str, dict[str, float]] = {
-        "loss": {"activations": blocks[0], "logits": logits, "gathered blocks": gathered},
-        "backward": {"activations": blocks[0] + working, "working set": scratch, "gathered blocks": gathered},
-        # AdamW updates in place; DDP's buckets hold a second copy of the gradients at that moment.
-        "optimizer": {"buckets": 4.0 * trained if setup.sharding == "ddp" else 0.0},
-        "save": {"gathered blocks": gathered},
-        "evaluation": {"logits": (setup.width + 8.0) * EVAL_TOKENS * model.vocab, "gathered blocks": gathered},
-    }
+    stays, instants = persistent(model, setup), _instants(model, setup)
     sums = {name: sum(parts.values()) for name, parts in instants.items()}
     worst = max(sums, key=lambda name: sums[name])
     parts = dict(stays) | {name: value for name, value in instants[worst].items() if value}
-    spread = factor("fragmentation")
-    parts["fragmentation"] = spread.value * sums[worst]
+    wasted, spread = _fragmentation(model, setup, instants), factor("fragmentation")
+    parts["fragmentation"] = wasted
     outside = _outside(setup)
     parts["context and NCCL"] = outside[0]
-    uncertain = {"activations": "activations", "working set": "activations", "logits": "logits"}
     low, high = sum(stays.values()) + outside[1], sum(stays.values()) + outside[2]
+    low += spread.low * wasted
+    high += spread.high * wasted
+    uncertain = {"activations": "activations", "working set": "activations", "logits": "logits"}
     for name, value in instants[worst].items():
         bounds = factor(uncertain[name]) if name in uncertain else None
-        low += value * (bounds.low if bounds else 1.0) * (1 + spread.low)
-        high += value * (bounds.high if bounds else 1.0) * (1 + spread.high)
+        low += value * (bounds.low if bounds else 1.0)
+        high += value * (bounds.high if bounds else 1.0)
     return Memory(stays, sums, outside[0], worst, parts, sum(parts.values()), low, high)
 
 
@@ -103,12 +73,9 @@ def trained_parameters(model: Model, setup: Setup) -> int:
     return model.adapter_parameters(setup.rank, setup.precision) if lora else model.parameters
 
 
-def _trains_experts(model: Model, setup: Setup, width: Width) -> bool:
-    return width.routed > 0 and (setup.method == "full" or model.adapts_experts(setup.precision))
-
-
 def persistent(model: Model, setup: Setup) -> dict[str, float]:
-    """What is there from the first optimizer step to the last, bytes of one GPU."""
+    """What is there from the first optimizer step to the last, bytes of one GPU: gradients live from backward to the
+    optimizer, and from pass to pass where they accumulate."""
     shards = setup.world if setup.sharding == "fsdp" else 1
     trained = trained_parameters(model, setup)
     found: dict[str, float] = {}
@@ -118,116 +85,142 @@ def persistent(model: Model, setup: Setup) -> dict[str, float]:
             found["16-bit weights"] = float(setup.width * (model.parameters - model.quantized))
         else:
             found["16-bit weights"] = float(setup.width * model.parameters)
-        found["adapters, gradients, optimizer"] = float(STATE * trained)
+        found["adapters, optimizer"] = 12.0 * trained
     else:
-        found |= {"master weights": 4.0 * trained, "gradients": 4.0 * trained, "optimizer": 8.0 * trained}
-        if shards == 1 and setup.width == 2:
-            found["16-bit copies of autocast"] = 2.0 * trained
-    return {name: value / shards for name, value in found.items()}
+        found |= {"master weights": 4.0 * trained, "optimizer": 8.0 * trained}
+    if setup.accumulation > 1:
+        found["gradients"] = 4.0 * trained
+    found = {name: value / shards for name, value in found.items()}
+    return found | ({"workspaces of cuBLAS": factor("cublas_gib").value * GIB} if setup.width == 2 else {})
 
 
-def loss_bytes(model: Model, setup: Setup) -> float:
-    """Around the loss: all logits in float32, or with a fused loss the chunk of rows that Liger takes at a time."""
-    if not setup.fused_loss:
-        return float(PLAIN_LOSS * setup.tokens * model.vocab)
-    chunks = max(1, ceil(model.vocab / model.hidden))
-    rows = 1 << (ceil(setup.tokens / chunks) - 1).bit_length()
-    rows = min(rows, setup.tokens)
-    weight_gradient = 4.0 * model.vocab * model.hidden if setup.method == "full" else 0.0
+def _instants(model: Model, setup: Setup) -> dict[str, dict[str, float]]:
+    """instant -> term -> bytes on top of what stays."""
+    kept, working = blocks(model, setup)
+    trained, head = trained_parameters(model, setup), model.vocab * model.hidden
+    full, shards = setup.method == "full", setup.world if setup.sharding == "fsdp" else 1
+    made = 0.0 if setup.accumulation > 1 else 4.0 * trained / shards
+    of_head = min(made, 4.0 * head / shards) if full else 0.0
+    # In the last block's backward its own gradients are still to come, and an embedding's that is not the head.
+    missing = 4.0 * (min(w.parameters for w in model.widths) + (0 if model.tied else head)) / shards if full else 0.0
+    gathered = _gathered(model, setup)
+    copies, left, block = _copies(model, setup)
+    rounding, scratch = (max(sides) for sides in zip(*(_scratch(model, setup, w) for w in model.widths), strict=True))
+    forward, backward = loss_bytes(model, setup)
+    found: dict[str, dict[str, float]] = {
+        "forward end": {"activations": kept, "logits": forward, "16-bit copies": copies},
+        "last FP8 linear": {
+            "activations": kept + working,
+            "working set": rounding,
+            "16-bit copies": max(copies, block),
+        },
+        "loss": {"activations": kept, "logits": backward, "16-bit copies": left},
+        "first block's backward": {
+            "activations": kept + working,
+            "working set": scratch,
+            "16-bit copies": left + block,
+            "gradients": of_head,
+        },
+        "last block's backward": {
+            "activations": kept / model.layers + working,
+            "working set": max(scratch, rounding) if setup.checkpointing == "full" else scratch,
+            "16-bit copies": max(block, left / model.layers),
+            "gradients": max(0.0, made - missing),
+        },
+    }
+    if full:
+        # The head's gradient, and the embedding's; a tied one is the sum of both, a third.
+        tied = 8.0 * head if model.tied and setup.sharding != "fsdp" else 0.0
+        found["embedding's gradient"] = {"gradients": made + tied}
+    for parts in found.values():
+        parts["gathered blocks"] = gathered
+    # AdamW updates in place; DDP's buckets hold a second copy of the gradients at that moment.
+    buckets = 4.0 * trained if setup.sharding == "ddp" else 0.0
+    found["optimizer"] = {"gradients": made, "buckets": buckets}
+    found["save"] = {"gathered blocks": gathered}
+    if setup.evaluates:
+        logits = (setup.width + 8.0) * EVAL_TOKENS * model.vocab
+        found["evaluation"] = {"logits": logits, "gathered blocks": gathered}
+    return found
+
+
+def loss_bytes(model: Model, setup: Setup) -> tuple[float, float]:
+    """Around the loss, at the end of the forward pass and in the backward pass: the logits or a part of them, and the
+    head's gradient while it is made."""
+    a, tokens, h, vocab = setup.width, setup.tokens, model.hidden, model.vocab
+    full = setup.method == "full"
+    weight = 4.0 * vocab * h if full else 0.0
+    if setup.loss == "plain":
+        # 16-bit logits, float32 ones, log-probabilities; then log-probabilities, their gradient, the logits' gradient.
+        return (8.0 + a) * tokens * vocab, max(12.0 * tokens * vocab, a * tokens * vocab + 1.5 * weight)
+    if setup.loss == "tiled":
+        kept = stream(setup) * tokens * h
+        tile = a * (min(tokens, TILE[0]) * TILE[1] + full * min(vocab, TILE[1]) * h)
+        if a == 4:  # without Triton: the tile, and five float32 copies of what it holds
+            tile += 20 * min(tokens, TILE[0]) * min(vocab, TILE[1])
+        return float(kept + tile), float(kept + tile + (4 + stream(setup)) * tokens * h + weight)
+    rows = liger_chunks(model, setup)[1]
     # Logits, their float32 copy and probabilities of a chunk; the gradient of the head's input is kept.
-    return (setup.width + 8.0) * rows * model.vocab + setup.width * setup.tokens * model.hidden + weight_gradient
+    chunk = (a + 8.0) * rows * vocab + a * tokens * h + weight
+    return chunk, chunk
 
 
-def saved_per_token(model: Model, setup: Setup, width: Width) -> float:
-    """Bytes that autograd keeps per token for one decoder layer without recomputation."""
-    a, h, full = setup.width, model.hidden, setup.method == "full"
-    trains_experts = _trains_experts(model, setup, width)
-    # Autocast over float32 master weights leaves the residual stream in float32, and stacked experts as well.
-    cast = full and a == 2 and setup.sharding != "fsdp"
-    wide = 4 if cast and width.routed else a
-    norm = _stream(setup) if setup.fused_layers else 4 + full * (4 if cast else a)
-    total = len(model.family.norms) * norm * h + _attention_per_token(model, setup)
-    # Gate, its activation, and the other factor; Liger recomputes the activation.
-    total += (2 if setup.fused_layers else model.family.gated) * wide * width.ffn
-    # Tokens gathered for the experts, and their results before the weighted sum.
-    total += (1 + trains_experts) * wide * width.routed * h
-    inputs = _inputs_per_token(model, setup, width) + (wide * width.ffn if trains_experts else 0)
-    return (total + inputs) / (2 if setup.saved_fp8 else 1)
+def liger_chunks(model: Model, setup: Setup) -> tuple[int, int]:
+    """Number and rows of the chunks of Liger's fused loss."""
+    rows = 1 << (ceil(setup.tokens / max(1, ceil(model.vocab / model.hidden))) - 1).bit_length()
+    return ceil(setup.tokens / rows), min(rows, setup.tokens)
 
 
-def _attention_per_token(model: Model, setup: Setup) -> float:
-    """What the attention itself keeps, its output where no adapter has a copy of its own."""
-    a, full, family = setup.width, setup.method == "full", model.family
-    q, k, v, out = model.attention
-    total = float(a * (q + k + v + out) + 4 * model.heads)
-    if family.scores:  # keys and values repeated for every head, and matrices of s x s
-        total = a * 3 * q + (0 if _copies(setup) else a * out) + family.scores * model.heads * setup.context
-    if family.attention == "fused":
-        total += a * (q + k)  # values are a view of the whole projection
-    if family.qk_norm or model.text.get("kv_lora_rank"):
-        total += (4 + full * a) * (q + k)
-    return total
+def _copies(model: Model, setup: Setup) -> tuple[float, float, float]:
+    """16-bit copies of weights that train in float32: at the end of the forward pass, in the backward pass until they
+    are used, and of a block that is recomputed. Autocast forgets its copies when the forward pass ends; those that
+    backward needs stay."""
+    if not setup.casts:
+        return 0.0, 0.0, 0.0
+    recompute = setup.checkpointing == "full"
+    if setup.method == "lora":
+        every = 2.0 * trained_parameters(model, setup)
+        return every, 0.0 if recompute else every, every / model.layers
+    head = 0.0 if setup.loss == "tiled" else 2.0 * model.vocab * model.hidden
+    every = 2.0 * model.quantized
+    if not recompute:
+        return head + every, head + every, 0.0
+    # Rounded weights are no leaves: autocast makes a copy at every use and keeps none.
+    return head + (0.0 if setup.precision == "fp8" else every), head, every / model.layers
 
 
-def _inputs_per_token(model: Model, setup: Setup, width: Width) -> float:
-    """Inputs of what trains: of adapters, or of the linears themselves. Shared ones once, unless each casts its own."""
-    a, h, full = setup.width, model.hidden, setup.method == "full"
-    between = 0 if full else a * setup.rank * width.adapters  # the two matrices of an adapter
-    if _copies(setup):
-        return float((4 if setup.adapters == "float32" else 2) * width.adapted_in + between)
-    own = width.adapted_in - model.attention[3]  # the attention's output is saved already
-    if full and setup.precision == "fp8":
-        return float(a * (own + width.adapted_in))  # every linear rounds its own copy
-    if full and a == 2 and setup.sharding != "fsdp":
-        return float(a * own)
-    dense = 0 if width.routed else width.ffn
-    return float(a * (h + (h if full or dense else 0) + dense) + between)
-
-
-def _copies(setup: Setup) -> bool:
-    """Whether every adapter casts its own copy of its input."""
-    return setup.method == "lora" and setup.adapters != "same" and setup.width == 2
-
-
-def selective_per_token(model: Model, setup: Setup, width: Width) -> float:
-    """Recomputing all but the matrix products and attention: their outputs stay."""
-    q, k, v, out = model.attention
-    return float(setup.width * (2 * model.hidden + q + k + v + out + 2 * width.ffn) + 4 * model.heads)
-
-
-def _stream(setup: Setup) -> int:
-    """Bytes of a value between layers: float32 where autocast works over float32 master weights."""
-    return 4 if setup.method == "full" and setup.sharding != "fsdp" else setup.width
-
-
-def _blocks(model: Model, setup: Setup) -> tuple[float, dict[int, float]]:
-    """What all layers keep until backward, and per kind of layer what recomputing one of them brings back."""
-    kept, working = 0.0, {}
-    for index, width in enumerate(model.widths):
-        whole = saved_per_token(model, setup, width) * setup.tokens
-        if setup.method == "full" and setup.precision == "fp8":
-            whole += 2.0 * width.parameters  # the rounded weight that a linear multiplied by
-        if setup.method == "lora" and _trains_experts(model, setup, width):
-            whole += float(setup.width * width.experts)  # the sum of weight and adapter, made anew in every pass
-        working[index] = whole
-        if setup.checkpointing == "none":
-            kept += width.layers * whole
-        elif setup.checkpointing == "selective":
-            kept += width.layers * min(whole, selective_per_token(model, setup, width) * setup.tokens)
-        else:
-            kept += width.layers * _stream(setup) * model.hidden * setup.tokens
-    return kept, working
-
-
-def _scratch(model: Model, setup: Setup, width: Width) -> float:
-    """Gradients in flight while a block's MLP goes backward, and what decoding an FP8 weight takes for a moment."""
+def _scratch(model: Model, setup: Setup, width: Width) -> tuple[float, float]:
+    """What a block takes for a moment: an FP8 linear beside its result, forward; gradients in flight while its MLP goes
+    backward, with a weight's gradient in 16 bit and float32."""
     a, tokens = setup.width, setup.tokens
-    total = 4.0 * a * max(width.ffn, model.hidden) * tokens
-    if setup.precision == "fp8" and setup.method == "lora":
-        rows, cols = width.linear
-        values = rows * cols
-        # Backend dequant: a float32 product, scaled and cast; backward a float32 weight, scaled and cast.
-        total += a * values if a == 4 else max((8.0 + a) * tokens * rows + a * values, (8.0 + a) * values)
+    rows, cols = width.linear
+    values, wide = rows * cols, max(width.ffn, model.hidden) * tokens
+    backward = 4.0 * a * wide + (6.0 * values if setup.method == "full" else 0.0)
+    if setup.precision != "fp8":
+        return 0.0, backward
+    own = backend(setup.backend)
+    if setup.method == "full":
+        return own.scratch_round * max(wide, values), backward
+    forward = own.scratch_result * tokens * rows + own.scratch_weight * values
+    return forward, max(backward, backward / 2 + own.scratch_weight_backward * values)
+
+
+def _fragmentation(model: Model, setup: Setup, instants: Mapping[str, Mapping[str, float]]) -> float:
+    """Bytes that the allocator holds in gaps too small for what is asked; factors from replayed steps."""
+    if setup.width == 4:
+        return 0.0
+    plain = setup.loss == "plain"
+    parts = instants["first block's backward"]
+    total = factor("gaps_kept" if setup.loss != "tiled" else "gaps_kept_tiled").value * parts["activations"]
+    # Where all logits were, the blocks that are recomputed find room only in pieces.
+    share = factor("gaps_working_plain" if plain else "gaps_working").value
+    moving = max(parts["working set"], instants["last FP8 linear"]["working set"])
+    moving += blocks(model, setup)[1] if plain else 0.0
+    total += (share + (0.0 if setup.expandable else factor("gaps_fixed_segments").value)) * moving
+    if plain:
+        total += setup.width * setup.tokens * model.vocab  # where the 16-bit logits were
+    if setup.method == "full":
+        total += factor("gaps_head").value * 4.0 * model.vocab * model.hidden  # where the head's gradient was
     return total
 
 

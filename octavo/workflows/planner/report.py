@@ -94,7 +94,7 @@ def option(one: Candidate, steps: int | None) -> Option:
         scheme=one.scheme,
         checkpointing=one.setup.checkpointing,
         micro_batch=one.setup.micro,
-        accumulation=one.accumulation,
+        accumulation=one.setup.accumulation,
         memory_gib=one.memory.peak / GIB,
         memory_range_gib=(one.memory.low / GIB, one.memory.high / GIB),
         usable_gib=one.machine.gpu.memory / GIB,

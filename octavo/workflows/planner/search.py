@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 
-from octavo.workflows.planner.memory import Memory, Setup, memory, trained_parameters
+from octavo.workflows.planner.memory import Memory, memory, trained_parameters
 from octavo.workflows.planner.model import Model
-from octavo.workflows.planner.tables import GIB, Gpu, Machine, factor, load
+from octavo.workflows.planner.setup import Setup
+from octavo.workflows.planner.tables import GIB, Backend, Gpu, Machine, backend, factor, load
 from octavo.workflows.planner.timing import StepTime, fp8_arithmetic, step_time
 
 # The allocator starts to free and retry above this share of the card, several times slower than it was.
@@ -37,7 +38,6 @@ class Candidate:
     machine: Machine
     nodes: int
     setup: Setup
-    accumulation: int
     scheme: str
     arithmetic: str
     memory: Memory
@@ -46,7 +46,7 @@ class Candidate:
 
     @property
     def tokens_per_second(self) -> float:
-        return self.setup.tokens * self.setup.world * self.accumulation / self.time.seconds
+        return self.setup.tokens * self.setup.world * self.setup.accumulation / self.time.seconds
 
     @property
     def price(self) -> float | None:
@@ -133,8 +133,7 @@ def place_name(machine: Machine, nodes: int) -> str:
 
 def octavo_arithmetic(gpu: Gpu, scheme: str) -> tuple[str, str, str]:
     """How Octavo's own products run over FP8 codes on this GPU: (fp8 or 16bit, the scheme that gives it, why)."""
-    kinds = load("capability")["backends"]
-    kind = next((kinds[name] for name in _order(gpu.sm) if name in kinds and name != "cpu"), "16bit")
+    kind = "fp8" if any(own.products == "fp8" for own in _backends(gpu.sm)) else "16bit"
     reason = fp8_arithmetic(gpu, scheme)
     if reason is None:
         why = "" if kind == "fp8" else "FP8 codes, products in 16 bit: Octavo has no FP8 product here yet"
@@ -142,6 +141,17 @@ def octavo_arithmetic(gpu: Gpu, scheme: str) -> tuple[str, str, str]:
     if scheme != "tensor" and fp8_arithmetic(gpu, "tensor") is None and kind == "fp8":
         return "fp8", "tensor", f"{reason}: scheme tensor instead"
     return "16bit", scheme, reason
+
+
+def octavo_backend(gpu: Gpu, arithmetic: str) -> str:
+    """The first of Octavo's backends for this GPU that multiplies so."""
+    return next((own.name for own in _backends(gpu.sm) if own.products == arithmetic), "reference")
+
+
+def _backends(sm: str) -> list[Backend]:
+    """Those that octavo finetune can take: it does not round the inputs of frozen linears."""
+    found = [backend(name) for name in _order(sm) if name in load("capability")["backends"]]
+    return [own for own in found if not own.rounded]
 
 
 @cache
@@ -175,17 +185,17 @@ def _best(model: Model, machine: Machine, nodes: int, setup: Setup, limits: Limi
     best: Candidate | None = None
     reason = ""
     each = limits.batch // setup.world
+    own = octavo_backend(machine.gpu, arithmetic)
     for micro in (n for n in range(1, each + 1) if each % n == 0):
-        tried = replace(setup, micro=micro)
+        tried = replace(setup, micro=micro, accumulation=each // micro, backend=own)
         account = memory(model, tried)
         if account.high > usable:
             reason = reason or _too_big(account, usable, machine)
             break
-        accumulation = each // micro
-        seconds = step_time(model, tried, machine, accumulation, nodes, fp8=arithmetic == "fp8")
+        seconds = step_time(model, tried, machine, nodes)
         if best is None or seconds.seconds < best.time.seconds * 0.99:  # a larger one must be worth its memory
             notes = tuple(note for note in (why, _host(model, tried, machine, nodes)) if note)
-            best = Candidate(machine, nodes, tried, accumulation, used, arithmetic, account, seconds, notes)
+            best = Candidate(machine, nodes, tried, used, arithmetic, account, seconds, notes)
     if best is None:
         return reason
     return _over_limits(best, limits) or best

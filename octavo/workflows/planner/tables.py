@@ -58,6 +58,33 @@ class Factor:
     source: str
 
 
+@dataclass(frozen=True)
+class Backend:
+    """How Octavo's own kernels of one kind run FP8 linears. products: `fp8` or `16bit`. rounded: whether they take
+    only inputs that are rounded to FP8.
+
+    scratch_*: bytes for a moment; moved_*: bytes that are read and written beside the product. result: per value of a
+    linear's result, weight: of the weight forward, weight_backward: in dX, input: of inputs and gradients, round: of
+    what training in FP8 rounds. launches, launches_round: of one linear, of one rounding. source: counted, or read off.
+    """
+
+    name: str
+    products: str
+    rounded: bool
+    scratch_result: float
+    scratch_weight: float
+    scratch_weight_backward: float
+    scratch_round: float
+    moved_result: float
+    moved_weight: float
+    moved_weight_backward: float
+    moved_input: float
+    moved_round: float
+    launches: float
+    launches_round: float
+    source: str
+
+
 @cache
 def load(name: str) -> dict[str, Any]:
     """A data file of this folder."""
@@ -119,6 +146,12 @@ def instances(globs: Iterable[str], spot: bool, prices: dict[str, float]) -> lis
 
 def _glob(pattern: str) -> str:
     return pattern.lower().removeprefix("ml.")
+
+
+@cache
+def backend(name: str) -> Backend:
+    """A row of capability.json."""
+    return Backend(name=name, **load("capability")["backends"][name])
 
 
 @cache

@@ -7,11 +7,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from octavo.workflows.planner.memory import Setup, trained_parameters
+from octavo.workflows.planner.memory import liger_chunks, trained_parameters
 from octavo.workflows.planner.model import Model, Width
-from octavo.workflows.planner.tables import Gpu, Machine, factor, load, rate
+from octavo.workflows.planner.setup import Setup
+from octavo.workflows.planner.tables import Backend, Gpu, Machine, backend, factor, load, rate
 
 TERA = 1e12
+OVERLAP = 4.0  # of launches and GPU: a maximum with a soft edge, a fifth above it where both are equal
 
 
 @dataclass(frozen=True)
@@ -33,11 +35,13 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Rates:
-    """What the GPU does in practice: products and attention in FLOP/s, copies in bytes/s."""
+    """What the GPU does in practice: products and attention in FLOP/s; one large copy, and the element-wise kernels
+    of a step, in bytes/s."""
 
     gemm: float
     attention: float
     copy: float
+    eager: float
     measured: bool
 
 
@@ -65,33 +69,36 @@ def rates(gpu: Gpu, fp8: bool) -> Rates:
     attention = rate(gpu, "attention_tflops") or gpu.bf16 * factor("attention_of_peak").value
     copy = rate(gpu, "copy_tbs") or gpu.bandwidth * factor("copy_of_bandwidth").value
     known = all(rate(gpu, key) is not None for key in (f"{name}_tflops", "attention_tflops", "copy_tbs"))
-    return Rates(found * TERA, attention * TERA, copy * TERA, known)
+    eager = copy * factor("eager_of_copy").value
+    return Rates(found * TERA, attention * TERA, copy * TERA, eager * TERA, known)
 
 
-def step_time(
-    model: Model, setup: Setup, machine: Machine, accumulation: int, nodes: int = 1, fp8: bool = False
-) -> StepTime:
-    """accumulation: passes of one optimizer step. nodes: instances. fp8: products of the linears on FP8 units."""
-    gpu, kind = machine.gpu, rates(machine.gpu, fp8)
-    parts = _device(model, setup, gpu, kind, fp8)
-    device = sum(parts.values())
-    launches = _launches(model, setup)
-    compute = max(device, launches)
+def step_time(model: Model, setup: Setup, machine: Machine, nodes: int = 1) -> StepTime:
+    """nodes: instances. The products of FP8 linears run as `setup.backend` runs them."""
+    gpu, own = machine.gpu, backend(setup.backend)
+    fp8 = setup.precision == "fp8" and own.products == "fp8"
+    kind = rates(gpu, fp8)
+    parts = _device(model, setup, gpu, kind, own)
+    device, host = sum(parts.values()), _host(model, setup, own)
+    # A step has stretches that wait for launches and others that wait for the GPU: more than the larger of both.
+    compute = (device**OVERLAP + host**OVERLAP) ** (1 / OVERLAP)
     scale = compute / device
     exposed = _exposed(model, setup, machine, nodes, compute)
     trained = trained_parameters(model, setup)
     shards = setup.world if setup.sharding == "fsdp" else 1
-    once = 28.0 * trained / shards / kind.copy  # AdamW reads and writes four float32 values, less what it only reads
+    # AdamW reads four float32 values and writes three; the norm of the gradients and their clipping three more.
+    once = 40.0 * trained / shards / kind.copy
     once += _all_reduce(model, setup, machine, nodes, trained)
-    seconds = accumulation * (compute + exposed) + once
-    named = {name: accumulation * value * scale for name, value in parts.items()}
-    named["exposed communication"], named["optimizer"] = accumulation * exposed, once
+    passes = setup.accumulation
+    seconds = passes * (compute + exposed) + once
+    named = {name: passes * value * scale for name, value in parts.items()}
+    named["exposed communication"], named["optimizer"] = passes * exposed, once
     spread = 0.15 if kind.measured else 0.35
     if exposed > 0.1 * compute:
         spread += 0.25  # topology of PCIe and networks is the least known part
-    flops = model_flops(model, setup) * setup.tokens * accumulation * setup.world
+    flops = model_flops(model, setup) * setup.tokens * passes * setup.world
     mfu = flops / (gpu.bf16 * TERA * setup.world * seconds)
-    bound = "launches" if launches > device else "GPU"
+    bound = "launches" if host > device else "GPU"
     return StepTime(seconds, seconds * (1 - spread), seconds * (1 + spread), named, mfu, bound, kind.measured)
 
 
@@ -108,22 +115,21 @@ def attention_flops(model: Model, setup: Setup) -> float:
     return float(setup.context * (q + out) * model.layers)
 
 
-def _device(model: Model, setup: Setup, gpu: Gpu, kind: Rates, fp8: bool) -> dict[str, float]:
+def _device(model: Model, setup: Setup, gpu: Gpu, kind: Rates, own: Backend) -> dict[str, float]:
     """Kind of work -> seconds the GPU needs for it in one pass."""
-    tokens, recompute = setup.tokens, setup.checkpointing != "none"
-    passes = (3 if setup.method == "full" else 2) + (setup.checkpointing == "full")
+    tokens, full, again = setup.tokens, setup.method == "full", setup.checkpointing != "none"
+    passes = (3 if full else 2) + (setup.checkpointing == "full")
     gemm = sum(_gemm_seconds(setup, kind, width, tokens, passes) * width.layers for width in model.widths)
     head_rate = rates(gpu, False).gemm
-    head = 2.0 * (3 if setup.method == "full" else 2) * model.hidden * model.vocab * tokens / head_rate
-    attention = attention_flops(model, setup) * tokens * (3.5 + recompute) / kind.attention
-    moved = sum(_moved(model, setup, width, fp8) * width.layers for width in model.widths) * tokens
-    if setup.precision == "fp8" and not fp8 and setup.method == "lora":
-        moved += 6.0 * model.quantized * passes  # every pass reads codes, writes 16-bit weights and reads them again
-    if not setup.fused_loss:
-        moved += (
-            (3 * setup.width + 36.0) * model.vocab * tokens
-        )  # float32 copy, log-softmax and gradients, read and written
-    return {"products": gemm, "head": head, "attention": attention, "element-wise": moved / kind.copy}
+    of_head = (3 if full else 2) + (setup.loss == "tiled")  # TRL makes the logits again in backward
+    head = 2.0 * of_head * model.hidden * model.vocab * tokens / head_rate
+    attention = attention_flops(model, setup) * tokens * (3.5 + again) / kind.attention
+    moved = sum(_moved(model, setup, width) * width.layers for width in model.widths) * tokens / kind.eager
+    moved += (_moved_weights(model, setup) + _moved_loss(model, setup)) / kind.copy
+    found = {"products": gemm, "head": head, "attention": attention, "element-wise": moved}
+    if setup.precision == "fp8":
+        found["decoding and rounding"] = _moved_fp8(model, setup, own) / kind.copy
+    return found
 
 
 def _gemm_seconds(setup: Setup, kind: Rates, width: Width, tokens: int, passes: int) -> float:
@@ -138,9 +144,9 @@ def _gemm_seconds(setup: Setup, kind: Rates, width: Width, tokens: int, passes: 
     return max(flops, weights) + adapters
 
 
-def _moved(model: Model, setup: Setup, width: Width, fp8: bool) -> float:
+def _moved(model: Model, setup: Setup, width: Width) -> float:
     """Bytes that element-wise kernels read and write per token and layer, forward, recomputed and backward."""
-    a, h = setup.width, model.hidden
+    a, h, linears = setup.width, model.hidden, width.adapted_in + width.adapted_out
     q, k, _, _ = model.attention
     norms, rope = len(model.family.norms), (2 if setup.fused_layers else 11) * a * (q + k)
     forward = (2 * a if setup.fused_layers else 34) * norms * h + 3 * a * 2 * h + rope
@@ -150,18 +156,53 @@ def _moved(model: Model, setup: Setup, width: Width, fp8: bool) -> float:
         # Per linear: scale the adapter's result, add it; cast input and sum where adapters are float32.
         out, into = {"same": (12, 0), "autocast": (12, 12), "float32": (28, 6)}[setup.adapters]
         forward += out * width.adapted_out + into * width.adapted_in
-        backward += (4 if setup.adapters == "same" else 10) * (width.adapted_out + width.adapted_in)
-    if setup.precision == "fp8" and setup.method == "lora":
-        # FP8 units: quantize inputs and gradients; else a float32 result is scaled and cast.
-        per_value = 3 * (width.adapted_in + width.adapted_out) if fp8 else 18 * width.adapted_out
-        forward, backward = forward + per_value, backward + per_value
+        backward += (4 if setup.adapters == "same" else 10) * linears
+    elif setup.casts:  # between the float32 stream and 16-bit products
+        forward, backward = forward + 4 * width.adapted_in, backward + 7 * linears
     return forward * (2 if setup.checkpointing != "none" else 1) + backward
 
 
-def _launches(model: Model, setup: Setup) -> float:
-    """Seconds the host needs to launch one pass; adapters add three kernels to every linear's one."""
-    passes = 2 + (setup.checkpointing != "none")
-    return factor("layer_launch_s").value * model.layers * passes * (1.6 if setup.method == "lora" else 1.0)
+def _moved_fp8(model: Model, setup: Setup, own: Backend) -> float:
+    """Bytes per pass of Octavo's kernels beside their products: weights decoded or rounded, inputs rounded, results
+    scaled."""
+    forwards = 1 + (setup.checkpointing == "full")
+    into = sum(width.adapted_in * width.layers for width in model.widths) * setup.tokens
+    out = sum(width.adapted_out * width.layers for width in model.widths) * setup.tokens
+    if setup.method == "full":
+        return own.moved_round * forwards * (into + model.quantized)
+    tokens = forwards * own.moved_result * out + (forwards + 1) * own.moved_input * (into + out)
+    return tokens + model.quantized * (forwards * own.moved_weight + own.moved_weight_backward)
+
+
+def _moved_weights(model: Model, setup: Setup) -> float:
+    """Bytes per pass of weights that train: cast for the products, their gradients cast back."""
+    if setup.method == "lora":
+        return 0.0
+    head = model.hidden * model.vocab
+    casts = 6.0 * (2 + (setup.checkpointing == "full")) * (model.quantized + head) if setup.casts else 0.0
+    return casts + 16.0 * head  # the embedding's gradient: zeros, then the sum with the head's
+
+
+def _moved_loss(model: Model, setup: Setup) -> float:
+    """Bytes per pass around the logits."""
+    if setup.loss == "plain":  # float32 copy, log-softmax and gradients, read and written
+        return (3.0 * setup.width + 36.0) * model.vocab * setup.tokens
+    each = (2.0 if setup.loss == "liger" else 6.0) * setup.width * model.vocab * setup.tokens
+    if setup.loss == "tiled" or setup.method == "lora":
+        return each
+    return each + 20.0 * liger_chunks(model, setup)[0] * model.vocab * model.hidden  # the head's gradient, summed up
+
+
+def _host(model: Model, setup: Setup, own: Backend) -> float:
+    """Seconds the host needs to launch one pass: PyTorch's operations, and the calls of Octavo's own on top."""
+    counts, again = load("calibration")["launches"][setup.method], setup.checkpointing == "full"
+    each = (counts["pass"] + again * counts["recomputed"]) * factor("launch_s").value
+    if setup.precision == "fp8":
+        full, linears = setup.method == "full", max(width.adapters for width in model.widths)
+        calls = linears * (2 + 2 * again if full else 2 + again)  # input and weight; forward and dX
+        inside = own.launches_round if full else own.launches
+        each += calls * (factor("call_s").value + inside * factor("launch_inside_s").value)
+    return float(model.layers * each)
 
 
 def bus(machine: Machine, nodes: int) -> float:

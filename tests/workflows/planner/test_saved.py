@@ -5,8 +5,9 @@ The second layer's share, that is two layers minus one. Storages count once, wei
 
 import pytest
 
-from octavo.workflows.planner.memory import Setup, saved_per_token
+from octavo.workflows.planner.activations import saved_per_token
 from octavo.workflows.planner.model import Model
+from octavo.workflows.planner.setup import Setup
 
 TOKENS, RANK = 448, 8
 SIZES = {

@@ -5,70 +5,69 @@ from dataclasses import replace
 import pytest
 
 from octavo.base.errors import ConfigError
-from octavo.workflows.planner.memory import Setup
+from octavo.workflows.planner.setup import Setup
 from octavo.workflows.planner.source import read_model
 from octavo.workflows.planner.tables import Machine, gpu_named, gpus, instances, load
 from octavo.workflows.planner.timing import fp8_arithmetic, fp8_shapes, step_time
 
 MODEL = read_model("Llama-3.1-8B")
 H200 = Machine("", gpus()["h200"], 1)
-PLAIN = Setup(context=4096, adapters="float32")
-LIGER = replace(PLAIN, fused_loss=True, fused_layers=True)
+PLAIN = Setup(context=4096, adapters="float32", loss="plain")
+LIGER = replace(PLAIN, loss="liger", fused_layers=True)
 
 # tokens/s on one H200 (benchmarks/log.md, 2026-11-29). Rates of products, attention and copies come from the same day.
 MEASURED = {
-    "stock, checkpointing": (replace(PLAIN, micro=4), False, 6372),
-    "liger, checkpointing": (replace(LIGER, micro=4), False, 7313),
-    "liger, checkpointing, 16-bit adapters": (replace(LIGER, micro=4, adapters="same"), False, 10948),
-    "liger, no checkpointing": (replace(LIGER, micro=2, checkpointing="none"), False, 10192),
-    "fp8, checkpointing": (replace(LIGER, micro=4, adapters="same", precision="fp8"), True, 14934),
+    "stock, checkpointing": (replace(PLAIN, micro=4), 6372),
+    "liger, checkpointing": (replace(LIGER, micro=4), 7313),
+    "liger, checkpointing, 16-bit adapters": (replace(LIGER, micro=4, adapters="same"), 10948),
+    "liger, no checkpointing": (replace(LIGER, micro=2, checkpointing="none"), 10192),
 }
 
 
 @pytest.mark.parametrize("name", MEASURED)
 def test_measured_steps_within_ten_percent_and_in_the_range(name):
-    setup, fp8, tokens = MEASURED[name]
-    time = step_time(MODEL, setup, H200, 1, fp8=fp8)
+    setup, tokens = MEASURED[name]
+    time = step_time(MODEL, setup, H200)
     assert setup.tokens / time.seconds == pytest.approx(tokens, rel=0.1)
     assert time.low < setup.tokens / tokens < time.high and time.measured
 
 
 def test_parts_are_the_whole():
-    time = step_time(MODEL, replace(PLAIN, micro=4), H200, 3)
+    time = step_time(MODEL, replace(PLAIN, micro=4, accumulation=3), H200)
     assert sum(time.parts.values()) == pytest.approx(time.seconds)
 
 
 def test_recomputation_costs_a_forward_pass_and_does_not_count_as_use():
-    none = step_time(MODEL, replace(LIGER, micro=2, checkpointing="none"), H200, 1)
-    full = step_time(MODEL, replace(LIGER, micro=2), H200, 1)
+    none = step_time(MODEL, replace(LIGER, micro=2, checkpointing="none"), H200)
+    full = step_time(MODEL, replace(LIGER, micro=2), H200)
     assert 1.2 < full.seconds / none.seconds < 1.5
     assert full.mfu < none.mfu < 1
 
 
 def test_small_models_wait_for_launches():
-    assert step_time(read_model("demo"), Setup(context=512), H200, 1).bound == "launches"
-    assert step_time(MODEL, PLAIN, H200, 1).bound == "GPU"
+    assert step_time(read_model("demo"), Setup(context=512), H200).bound == "launches"
+    assert step_time(MODEL, PLAIN, H200).bound == "GPU"
 
 
 def test_p16_eight_cards_on_pcie_are_not_eight_times_one():
     """FSDP gathers the weights in every pass of an accumulation: over PCIe that shows, and the range is wide."""
     one, eight = (instances([name], False, {})[0] for name in ("g6e.4xlarge", "g6e.48xlarge"))
-    alone = step_time(MODEL, Setup(context=1024), one, 8)
-    sharded = step_time(MODEL, Setup(context=1024, world=8, sharding="fsdp"), eight, 1)
-    replicas = step_time(MODEL, Setup(context=1024, world=8, sharding="ddp"), eight, 1)
+    alone = step_time(MODEL, Setup(context=1024, accumulation=8), one)
+    sharded = step_time(MODEL, Setup(context=1024, world=8, sharding="fsdp"), eight)
+    replicas = step_time(MODEL, Setup(context=1024, world=8, sharding="ddp"), eight)
     assert sharded.seconds > alone.seconds / 8 * 1.3
     assert replicas.seconds < sharded.seconds
     assert (sharded.high - sharded.low) / sharded.seconds > (alone.high - alone.low) / alone.seconds
     fast = instances(["p5.48xlarge"], False, {})[0]
-    linked = step_time(MODEL, Setup(context=1024, world=8, sharding="fsdp"), fast, 1)
+    linked = step_time(MODEL, Setup(context=1024, world=8, sharding="fsdp"), fast)
     assert linked.parts["exposed communication"] < sharded.parts["exposed communication"] / 3
 
 
 def test_several_instances_are_bound_by_the_network():
     (p4d,) = instances(["p4d.*"], False, {})
     setup = Setup(method="full", context=1024, sharding="fsdp")
-    near = step_time(MODEL, replace(setup, world=8), p4d, 1)
-    far = step_time(MODEL, replace(setup, world=16), p4d, 1, nodes=2)
+    near = step_time(MODEL, replace(setup, world=8), p4d)
+    far = step_time(MODEL, replace(setup, world=16), p4d, nodes=2)
     assert far.parts["exposed communication"] > near.parts["exposed communication"]
 
 
