@@ -39,8 +39,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
