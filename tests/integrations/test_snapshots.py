@@ -206,3 +206,18 @@ def test_finetune_is_stopped_and_continues(tiny_llama, tmp_path):
     assert (report.resumed_from, report.steps) == (step, step + 2)
     assert (tmp_path / "run" / "policy.json").read_text() == policy
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == list(range(1, step + 3))
+
+
+@pytest.mark.slow
+def test_a_sharded_trainer_continues_on_other_numbers_of_ranks(tmp_path):
+    """FSDP2 on two gloo ranks, one process, two ranks: each begins with the very weights the last one ended with."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.integrations.trainer_lives", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    words = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
+    found = [sorted({(int(w[2]), w[3]) for w in words if w[1] == kind}) for kind in ("start", "weights")]
+    begun, ended = found
+    assert [step for step, _ in begun] == [0, 6, 9] and [step for step, _ in ended] == [6, 9, 12]
+    assert begun[1:] == ended[:-1] and len({weights for _, weights in begun + ended}) == 4
+    assert "was written by 2 ranks, not 1: random states differ" in done.stderr

@@ -7,7 +7,7 @@ from torch import nn
 from octavo.store.snapshot.files import Files
 from octavo.store.snapshot.snapshots import Snapshots
 from octavo.store.snapshot.state import TrainingState
-from tests.store.snapshot.killing import fork_worker
+from tests.store.snapshot.lives import fork_worker
 
 
 def make_state(width=8, extra=None):

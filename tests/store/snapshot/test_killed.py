@@ -42,6 +42,13 @@ def test_losses_are_those_of_a_run_nobody_killed(model, kills):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("model", ["trainer-ddp", "trainer-fsdp"])
+def test_a_trainer_on_two_ranks_is_killed(model):
+    """SnapshotCallback in Hugging Face's Trainer: accelerate's DDP and FSDP2 on gloo."""
+    kill(model, 2)
+
+
+@pytest.mark.slow
 def test_a_real_model_with_lora_is_killed(demo_model):
     """SmolLM2-135M in FP8, LoRA with dropout."""
     kill("lora", 3, "--demo", demo_model)
@@ -49,6 +56,6 @@ def test_a_real_model_with_lora_is_killed(demo_model):
 
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize(("model", "kills"), [("full", 2000), ("sharded", 200)])
+@pytest.mark.parametrize(("model", "kills"), [("full", 2000), ("sharded", 200), ("trainer-fsdp", 100)])
 def test_killed_thousands_of_times(model, kills):
     kill(model, kills)

@@ -16,7 +16,7 @@ from octavo.store.snapshot.folder import Keep, SnapshotFolder
 from octavo.store.snapshot.manifest import SnapshotManifest
 from octavo.store.snapshot.remote import RemoteStore
 from tests.store.snapshot.conftest import make_state, train
-from tests.store.snapshot.killing import fork_worker
+from tests.store.snapshot.lives import fork_worker
 from tests.store.snapshot.test_protocol import save
 
 ROOT = Path(__file__).parents[3]
