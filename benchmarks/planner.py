@@ -36,14 +36,14 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 
-from octavo import Float8Linear, Recipe, convert
+from octavo import Float8Linear, Recipe, convert, why
 from octavo.base.allocator import expandable_segments, setting
 from octavo.base.errors import ConfigError
 from octavo.base.oom import out_of_memory
 from octavo.integrations.peft import get_peft_model, lora_config
 from octavo.workflows.planner.memory import memory
 from octavo.workflows.planner.model import Model
-from octavo.workflows.planner.search import USABLE, octavo_backend
+from octavo.workflows.planner.search import USABLE
 from octavo.workflows.planner.setup import Loss, Setup
 from octavo.workflows.planner.source import published
 from octavo.workflows.planner.tables import GIB, Gpu, Machine, gpu_named
@@ -218,7 +218,7 @@ def predict(
         loss=loss_of(case),
         fused_layers=case.liger,
         width=4 if device == "cpu" else 2,
-        backend=octavo_backend(gpu, "16bit") if gpu else "cpu",
+        backend=why("quantize" if case.method == "full" else "linear", m=case.micro * context, device=device).backend,
         expandable=expandable_segments(),
         evaluates=False,
     )

@@ -125,7 +125,7 @@ class _Search:
         settings = self.settings | {"micro_batch": micro, "accumulation": accumulation}
         limit = None if self.config.max_memory_per_gpu is None else self.config.max_memory_per_gpu * GIB
         ended = self.run({"settings": settings, "limit": limit, "steps": STEPS}, self.processes, self.seconds)
-        account = memory(self.model, self._setup(micro))
+        account = memory(self.model, self._setup(micro, ended.results))
         predicted = account.reserved
         peak = ended.peak
         times = [float(r["seconds_per_step"]) for r in ended.results if r.get("seconds_per_step")]
@@ -146,8 +146,10 @@ class _Search:
         )
         return ended.kind
 
-    def _setup(self, micro: int) -> Setup:
+    def _setup(self, micro: int, results: Sequence[dict[str, Any]]) -> Setup:
+        """results: of the ranks, which say what their FP8 linears ran on."""
         cpu = self.device == "cpu"
+        backend = next((str(one["backend"]) for one in results if "backend" in one), "cpu" if cpu else "dequant")
         return Setup(
             precision="fp8" if self.settings["mode"] == "lora" else "bf16",
             rank=self.config.rank,
@@ -157,6 +159,7 @@ class _Search:
             accumulation=self.each // micro,
             expandable=expandable_segments() or not setting(),  # octavo finetune asks for them where nobody else does
             width=4 if cpu else 2,
+            backend=backend,
             world=self.processes,
             sharding="ddp" if self.processes > 1 else "none",
         )

@@ -34,6 +34,7 @@ def main(spec_file: str, result_file: str) -> None:
     import torch
 
     from octavo.integrations import peft, snapshots, trl  # noqa: F401  # before the memory is counted
+    from octavo.ops.backends import why
     from octavo.workflows.finetune import FinetuneConfig, finetune
 
     rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -50,6 +51,7 @@ def main(spec_file: str, result_file: str) -> None:
     steps = [line for line in lines if "loss" in line]
     result = _memory(device, before) | {
         "steps": report.steps,
+        "backend": why(m=config.micro_batch * config.context, device=device).backend,
         "saved": (config.out / "snapshots" / f"step-{report.steps}").is_dir(),
         "evaluated": report.perplexity_after is not None,
         "seconds_per_step": statistics.median(line["seconds"] for line in steps[1:] or steps),
