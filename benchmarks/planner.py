@@ -304,12 +304,12 @@ def main() -> int:
     rows = []
     for case in cases():
         if time.monotonic() - started > options.seconds:
-            print(f"{case}: not run, time is up", flush=True)
-            write(dict(vars(case)) | {"outcome": "not run: time is up"}, options.out)
-            continue
-        rows.append(measure(case, options.device, gpu, tiny=options.device == "cpu"))
-        write(rows[-1], options.out)
-        print(line(rows[-1]), flush=True)
+            row = dict(vars(case)) | {"loss": loss_of(case), "outcome": "not run: time is up"}
+        else:
+            row = measure(case, options.device, gpu, tiny=options.device == "cpu")
+            rows.append(row)
+        write(row, options.out)
+        print(line(row), flush=True)
     found = {"summary": summary(rows), "wall_s": time.monotonic() - started}
     write(found, options.out)
     print(json.dumps(found))
