@@ -12,6 +12,7 @@ from octavo.store.adapter import Adapter
 from octavo.store.manifest import fingerprint
 from octavo.store.run import RunFolder
 from octavo.store.scales import ModuleScales, Scales
+from octavo.store.snapshot.folder import SnapshotFolder
 from octavo.store.tensors import Checkpoint
 from octavo.workflows.export import ExportConfig, export
 from octavo.workflows.finetune import FinetuneConfig, finetune
@@ -101,6 +102,17 @@ def test_adapter_is_float32_and_policy_lists_the_layers(finished):
     assert policy["model.layers.0.self_attn.q_proj"].precision == "fp8"
     assert policy["model.embed_tokens"].precision == "16bit"
     assert not any("norm" in name for name in policy)
+
+
+def test_saves_of_the_adapter_alone_between_snapshots(tiny_llama, text, tmp_path):
+    """Each reads as an adapter; the next snapshot takes the place of those before it."""
+    finetune(settings(tiny_llama, text, tmp_path / "run", max_steps=3, adapter_only_every=1))
+    folder = SnapshotFolder(tmp_path / "run" / "snapshots")
+    assert (folder.steps(), folder.steps("adapter")) == ([2], [3])
+    assert folder.problem(3, "adapter") is None
+    saved, last = Adapter.open(folder.at(3, "adapter")), Adapter.open(tmp_path / "run" / "adapter")
+    assert saved.pairs.keys() == last.pairs.keys()
+    assert all(torch.equal(saved.pairs[name].b, last.pairs[name].b) for name in last.pairs)
 
 
 def test_resume_continues_bit_for_bit(tiny_llama, text, tmp_path, finished):

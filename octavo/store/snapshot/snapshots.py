@@ -24,6 +24,7 @@ from octavo.base.errors import PREEMPTED, ConfigError, MismatchError, PreemptedE
 from octavo.base.log import logger
 from octavo.store.snapshot.folder import Keep
 from octavo.store.snapshot.jobs import Job
+from octavo.store.snapshot.layout import Layout
 from octavo.store.snapshot.process import Start, start_process
 from octavo.store.snapshot.session import Resume, Session
 from octavo.store.snapshot.signals import StopRequest
@@ -186,18 +187,10 @@ class Snapshots:
         if kind == "full":
             small |= state.small_files(rank, world, {"settings": self.settings, "step": step})
         layout = state.layout(kind, rank, world)
-        job = Job(
-            step,
-            kind,
-            session.run,
-            session.life,
-            self.base,
-            rank,
-            world,
-            files=layout.plans,
-            small=small,
-            keep=self.keep,
-        )
+        if kind == "full":
+            self._reserve(layout)
+        names = session.run, session.life, self.base
+        job = Job(step, kind, *names, rank, world, files=layout.plans, small=small, keep=self.keep)
         self.writer.submit(job, layout, state.buffers())
         self.stalls.append(time.perf_counter() - started)
         if kind == "full":
@@ -290,14 +283,11 @@ class Snapshots:
             self._preparing = None
         if not self._prepared:
             self._make_room()
-        ranks = self._session().ranks
-        self.writer.prepare(self.state.layout("full", ranks.rank, ranks.world).nbytes, pin=self.state.gpu)
 
     def _make_room(self) -> None:
         """Host buffers, and a look at the disk: it holds one snapshot more than are kept while one is written."""
         ranks = self._session().ranks
-        nbytes = self.state.layout("full", ranks.rank, ranks.world).nbytes
-        self.writer.prepare(nbytes, pin=self.state.gpu)
+        nbytes = self._reserve(self.state.layout("full", ranks.rank, ranks.world))
         self._prepared = True
         free = shutil.disk_usage(self.path).free
         need = nbytes * ranks.world * (self.keep.last + 1 - len(self._session().folder.steps()))
@@ -309,6 +299,14 @@ class Snapshots:
                 self.keep.last + 1,
                 need / 1e9,
             )
+
+    def _reserve(self, layout: Layout) -> int:
+        """Buffers for a full snapshot, if there are none of its size yet. Returns its bytes."""
+        if layout.nbytes > self.writer.planned:
+            ranks = self._session().ranks
+            between = self.state.layout("adapter", ranks.rank, ranks.world).nbytes if self.adapter_every else 0
+            self.writer.prepare(layout.nbytes, between, pin=self.state.gpu)
+        return layout.nbytes
 
     def _compare(self, name: str, began: Any, now: Any) -> None:
         """As JSON has them: a tuple that comes back as a list is the same."""

@@ -44,8 +44,8 @@ class SnapshotWriter:
     """One writer process and at most two host buffers.
 
     Before an optimizer step is taken, every snapshot but the newest is durable or has failed, and the newest too where
-    that step would leave too much at risk: `before_update`. With one buffer the wait is in `submit`. Without any,
-    `submit` writes here, in the training process, and says so once.
+    that step would leave too much at risk: `before_update`. With one buffer the wait is in `submit`. What fits in none
+    is written by `submit` itself, in the training process; `prepare` has said so.
     """
 
     def __init__(
@@ -80,27 +80,28 @@ class SnapshotWriter:
         self._queue: deque[_Submitted | None] = deque()
         self._open = 0  # submitted, neither durable nor failed
         self._staged: Staged | None = None
-        self._here = False
+        self.planned = -1  # bytes of a full snapshot that the buffers were made for
         self._writing: int | None = None
         self._changed = threading.Condition()
         self._courier = threading.Thread(target=self._carry, name="octavo-snapshots", daemon=True)
         self._courier.start()
 
-    def prepare(self, nbytes: int, *, pin: torch.device | None) -> None:
-        """Buffers for snapshots of nbytes, as many as host memory allows. Waits for what is in flight."""
-        if self._here or (self._buffers and self._buffers[0].nbytes >= nbytes):
-            return
+    def prepare(self, nbytes: int, weights: int, *, pin: torch.device | None) -> None:
+        """Buffers for full snapshots of nbytes, as many as host memory allows; where it allows none, for the trained
+        weights alone, if those are saved between (weights: their bytes, else 0). Waits for what is in flight."""
         self.drain()
         self._release()
-        count = buffers_that_fit(nbytes, self._processes)
+        size, count = nbytes, buffers_that_fit(nbytes, self._processes)
         if count == 0:
-            self._here = True
+            size, count = weights, buffers_that_fit(weights, self._processes) if weights else 0
+            but = f"; saves of the trained weights alone, {weights / 1e9:.1f} GB, still do not hold it" if count else ""
             logger().warning(
-                "a snapshot of %.1f GB does not fit beside the rest in host memory: it is written while training waits",
+                "host memory has no room for a snapshot of %.1f GB: it is written while training waits%s",
                 nbytes / 1e9,
+                but,
             )
-            return
-        self._buffers = [HostBuffer(nbytes, pin=pin) for _ in range(count)]
+        self.planned = nbytes
+        self._buffers = [HostBuffer(size, pin=pin) for _ in range(count)]
         self._free = deque(range(count))
         with self._changed:
             if self._channel is not None:
@@ -109,15 +110,17 @@ class SnapshotWriter:
     def submit(self, job: Job, layout: Layout, early: Collection[torch.Tensor] = ()) -> float:
         """Queue a snapshot; `prepare` came before. Returns the seconds that training stood still for it."""
         started = time.perf_counter()
-        if self._here:
-            self._write_here(job, layout)
-            return time.perf_counter() - started
+        here = not self._buffers or self._buffers[0].nbytes < layout.nbytes
         with self._changed:
-            if not self._waited_for(lambda: bool(self._free)):
+            if not self._waited_for(lambda: self._open == 0 if here else bool(self._free)):
                 self._fail(job.step, "the one before it is still being written")
                 return time.perf_counter() - started
-            index = self._free.popleft()
-            self._open += 1
+            if not here:
+                index = self._free.popleft()
+                self._open += 1
+        if here:
+            self._write_here(job, layout)
+            return time.perf_counter() - started
         self._lane = self._lane or lane_for(layout)
         try:
             self._staged = stage(layout, self._buffers[index].data, self._lane, early)

@@ -219,6 +219,23 @@ def test_little_memory_means_slower_not_less(new, monkeypatch, caplog, buffers):
     assert begin == 4 and len(losses) == 6
 
 
+def test_memory_for_the_weights_alone_saves_those_beside_training(new, monkeypatch, caplog):
+    snapshots, state = new(every=8, adapter_every=1, keep_last=9), make_state()
+    begin = snapshots.start(state)
+    weights = state.layout("adapter", 0, 1).nbytes
+    monkeypatch.setattr("octavo.store.snapshot.writer.buffers_that_fit", lambda n, *_: 2 if n <= weights else 0)
+    train(state, snapshots, begin, 6)
+    assert "written while training waits; saves of the trained weights alone, 0.0 GB, still do not" in caplog.text
+    assert [buffer.nbytes for buffer in snapshots.writer._buffers] == [weights] * 2
+    snapshots.close()
+    folder = SnapshotFolder(snapshots.path)
+    assert (folder.steps(), folder.steps("adapter")) == ([4], [5, 6])
+    assert not any(folder.problem(step, kind) for step, kind in ((4, "step"), (5, "adapter"), (6, "adapter")))
+    again = new(every=8)
+    assert again.start(make_state()) == 4
+    again.close()
+
+
 def test_sigterm_saves_and_ends_with_75(new, caplog):
     before = signal.getsignal(signal.SIGTERM)
     snapshots, state = new(every=100, signals=True, exits=True), make_state()
