@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -38,6 +38,7 @@ from octavo.modules.divergence import Divergence, PairedScore
 from octavo.modules.experts import FrozenFloat8Experts
 from octavo.modules.frozen import FrozenFloat8Linear
 from octavo.store.moments import Moments
+from octavo.workflows.calibrate import CalibrateConfig, calibrate
 from octavo.workflows.quantize import QuantizeConfig, quantize_checkpoint
 
 FULL = 12_288
@@ -53,6 +54,7 @@ class Setup:
     data: str = "demo"
     tokens: int = FULL
     rival: str | None = None
+    recipes: tuple[str, ...] = ()
 
     @property
     def is_protocol(self) -> bool:
@@ -125,8 +127,27 @@ def _calibrated(setup: Setup) -> tuple[Moments, float, tempfile.TemporaryDirecto
     return moments, time.perf_counter() - started, folder
 
 
-def _compensated(setup: Setup, weights: str, scale_format: str, limits: dict[str, float]) -> Iterator[dict[str, Any]]:
-    moments, calibrated, _ = _calibrated(setup)
+def sequential(setup: Setup) -> Iterator[dict[str, Any]]:
+    """Channel scales, each block calibrated on what the rounded ones before it make of the text."""
+    with tempfile.TemporaryDirectory() as folder:
+        moments, scales = Path(folder) / "moments", Path(folder) / "scales.json"
+        started = time.perf_counter()
+        settings = {"samples": CALIBRATION_WINDOWS, "context": CONTEXT, "sequential": True, "moments": moments}
+        calibrate(CalibrateConfig(model=setup.model, data=setup.calibration, out=scales, **settings))
+        seconds = time.perf_counter() - started
+        known = Moments.open(moments), seconds
+        for line in _compensated(setup, "channel", "fp32", CHANNEL, known):
+            yield {**line, "weights": "channel fp32, compensated, sequential"}
+
+
+def _compensated(
+    setup: Setup,
+    weights: str,
+    scale_format: str,
+    limits: dict[str, float],
+    known: tuple[Moments, float] | None = None,
+) -> Iterator[dict[str, Any]]:
+    moments, calibrated = known or _calibrated(setup)[:2]
     recipe = Recipe.named(weights, scale_format=scale_format)
     started = time.perf_counter()
     model = load(setup.model, recipe, dtype=torch.float32, rounding="compensated", moments=moments)
@@ -156,7 +177,10 @@ RIVALS = {
     "smoothquant_gptq": "token",
     "fp8_block": "group128",
     "gptq_block": "group128",
+    "torchao": "token",
+    "autoround": "token",
 }
+DEFAULT_RIVALS = [name for name in RIVALS if name != "autoround"]  # which takes hours on a CPU
 RIVAL_WINDOWS = 16
 RIVAL_SHARE = 0.5  # of the time of the rival's GPTQ
 
@@ -175,7 +199,9 @@ def rivals(setup: Setup) -> Iterator[dict[str, Any]]:
         quantize_checkpoint(QuantizeConfig(model=setup.model, out=work / "octavo", **settings))
         ours = time.perf_counter() - started
         yield from _rival_lines(judge, "octavo channel compensated", work / "octavo", "token", ours, None)
-        for recipe, activation in RIVALS.items():
+        for recipe in setup.recipes:
+            activation = RIVALS[recipe]
+            name = recipe if recipe == "torchao" else f"llm-compressor {recipe}"
             script = Path(__file__).with_name("rounding_rival.py")
             command = [
                 setup.rival,
@@ -188,18 +214,11 @@ def rivals(setup: Setup) -> Iterator[dict[str, Any]]:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 reason = (done.stderr.strip() or "no message").splitlines()[-1]
-                yield {"part": f"llm-compressor {recipe}", "failed": reason, "agrees": None}
+                yield {"part": name, "failed": reason, "agrees": None}
                 continue
             seconds = json.loads(done.stdout.strip().splitlines()[-1])["seconds"]
-            name = f"llm-compressor {recipe}"
-            yield from _rival_lines(
-                judge,
-                name,
-                work / recipe,
-                activation,
-                seconds,
-                ours if recipe == "gptq" and setup.is_protocol else None,
-            )
+            gate = ours if recipe == "gptq" and setup.is_protocol else None
+            yield from _rival_lines(judge, name, work / recipe, activation, seconds, gate)
 
 
 def _rival_lines(
@@ -212,6 +231,7 @@ def _rival_lines(
             "part": name,
             "activation": mode,
             "seconds": round(seconds, 1),
+            "our_share": round(ours / seconds, 3) if gate and ours is not None else None,
             "expected": {"our seconds": f"<= {RIVAL_SHARE} x its"} if gate else {},
             "agrees": ours <= RIVAL_SHARE * seconds if gate and ours is not None else None,
             **figures,
@@ -222,6 +242,7 @@ CLAIMS: dict[str, Callable[[Setup], Iterator[dict[str, Any]]]] = {
     "channel": compensated,
     "block128": compensated_block,
     "po2": compensated_po2,
+    "sequential": sequential,
     "rivals": rivals,
 }
 
@@ -233,11 +254,13 @@ def main() -> int:
     parser.add_argument("--calibration", default="demo", help="text to calibrate on")
     parser.add_argument("--data", default="demo", help="text to evaluate on, another")
     parser.add_argument("--tokens", type=int, default=FULL)
-    parser.add_argument("--rival", help="python of an environment with llm-compressor, for the claim `rivals`")
+    parser.add_argument("--rival", help="python of an environment with llm-compressor and torchao, for `rivals`")
+    parser.add_argument("--recipes", nargs="*", default=DEFAULT_RIVALS, choices=RIVALS, help="of the rivals")
     arguments = parser.parse_args()
     if unknown := set(arguments.claims) - set(CLAIMS):
         parser.error(f"unknown claims: {', '.join(sorted(unknown))}; known: {', '.join(CLAIMS)}")
     setup = Setup(arguments.model, arguments.calibration, arguments.data, arguments.tokens, arguments.rival)
+    setup = replace(setup, recipes=tuple(arguments.recipes))
     stamp = {
         "model": setup.model,
         "data": setup.data,

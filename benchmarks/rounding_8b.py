@@ -28,7 +28,7 @@ from octavo.formats.recipe import Recipe, Rule
 from octavo.formats.reference import dequantize_ref, quantize_ref
 from octavo.formats.rounding import Curvature, EagerColumns, compensated
 from octavo.formats.spec import E4M3
-from octavo.integrations.blocks import BlockWalk, Groups
+from octavo.integrations.blocks import BlockMoments, BlockWalk, Groups
 from octavo.integrations.moments import watched_groups
 from octavo.modules.moments import MomentObserver
 from octavo.ops.columns import columns_for
@@ -69,23 +69,6 @@ def build(shape: dict[str, int], layers: int, device: torch.device) -> torch.nn.
     rotary = model.model.rotary_emb
     model.model.rotary_emb = type(rotary)(config=config)
     return model.eval()
-
-
-class BlockMoments:
-    """One block's moments as Compensator asks for them."""
-
-    def __init__(self, groups: Groups, seen: MomentObserver) -> None:
-        self.keys = {name: key for key, names in groups.items() for name in names}
-        self.matrices = seen.matrices
-
-    def __contains__(self, module: object) -> bool:
-        return module in self.keys
-
-    def key(self, module: str) -> str:
-        return self.keys[module]
-
-    def get(self, module: str) -> torch.Tensor:
-        return self.matrices[self.keys[module]]
 
 
 class Clock:
@@ -145,7 +128,7 @@ def job(arguments: argparse.Namespace, device: torch.device) -> Iterator[dict[st
 
     def visit(groups: Groups, seen: MomentObserver) -> None:
         clock.lap("moments")
-        solve = Compensator(BlockMoments(groups, seen))
+        solve = Compensator(BlockMoments(groups, seen.matrices))
         for names in groups.values():
             for name in names:
                 weight = modules[name].weight

@@ -26,6 +26,9 @@ def calibrate(
     ] = None,
     moments: Annotated[Path | None, option("Folder for what compensated rounding needs.", None, "DIR")] = None,
     weighting: Annotated[str | None, option("Of the tokens in it.", "fisher", "none|fisher")] = None,
+    sequential: Annotated[
+        bool | None, option("Each block sees the rounded ones before it.", False, None, "--sequential/--no-sequential")
+    ] = None,
     input_scale: Annotated[str | None, option("How static input scales are chosen.", "mse", "amax|mse")] = None,
     scheme: Annotated[str | None, option("Scheme of the error that ranks the layers.", "channel", SCHEMES)] = None,
     activation: Annotated[str | None, option("Activations of that error.", "token", "static|token|group128")] = None,

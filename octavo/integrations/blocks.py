@@ -162,6 +162,23 @@ class BlockWalk:
                     del block.forward  # the class's own again
 
 
+class BlockMoments:
+    """The moments of one block, as octavo.ops.rounding.Compensator asks for them."""
+
+    def __init__(self, groups: Groups, matrices: Mapping[str, torch.Tensor]) -> None:
+        self._keys = {name: key for key, names in groups.items() for name in names if key in matrices}
+        self._matrices = matrices
+
+    def __contains__(self, module: object) -> bool:
+        return module in self._keys
+
+    def key(self, module: str) -> str:
+        return self._keys[module]
+
+    def get(self, module: str) -> torch.Tensor:
+        return self._matrices[self._keys[module]]
+
+
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
     """The stack of blocks of a causal language model, by name in order. DataError for a model without one."""
     inner = decoder(model)

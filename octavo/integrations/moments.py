@@ -5,7 +5,7 @@ What is in memory at once is bounded: layers are taken in batches whose matrices
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -17,11 +17,16 @@ from torch import nn
 
 from octavo.base.errors import CheckpointError, ConfigError, DataError
 from octavo.base.log import Advance, progress
+from octavo.formats.granularity import PerTensor
 from octavo.formats.recipe import Recipe
+from octavo.formats.scale import scale_of
 from octavo.integrations import measuring
+from octavo.integrations.blocks import BlockMoments, BlockWalk, Groups
 from octavo.integrations.data import calibration_samples
 from octavo.integrations.hub import resolve_model
 from octavo.modules.moments import MomentObserver, TokenWeights, fast_products, fisher_backward, input_groups
+from octavo.ops.quantize import dequantize
+from octavo.ops.rounding import Compensator
 from octavo.store.manifest import fingerprint
 from octavo.store.moments import Moments, MomentsWriter
 from octavo.store.pieces import find_pieces
@@ -33,6 +38,7 @@ MEMORY = 4 << 30  # bytes of matrices at once
 # inputs the error on others is 1.3 times that of nearest rounding at 1/16, 0.9 times at 1/8, 0.6 times at 1/4.
 FEWEST = 0.25
 SEED = 0  # of the tokens drawn for the Fisher weights
+Keep = Callable[[Groups, MomentObserver], None]
 
 
 @contextmanager
@@ -98,29 +104,33 @@ def gather_moments(
     out: Path,
     weighting: str,
     memory: int = MEMORY,
+    sequential: Recipe | None = None,
 ) -> Moments:
     """Run samples, int64 [T] each, through a model in 16 bit and write the moments folder `out`.
 
     weighting: `none`, or `fisher`, which costs a backward pass and buys a third of the divergence.
-    memory: bytes of matrices held at once. CheckpointError for a model whose activations hold NaN or Inf.
+    memory: bytes of matrices held at once. sequential: go block by block, and give each one what the blocks before it
+    make of the samples once they are rounded by this recipe, from their own moments.
+    CheckpointError for a model whose activations hold NaN or Inf.
     """
     model, checkpoint = opened.model, Checkpoint.open(opened.folder)
     measuring.show_experts(model)
     groups = watched_groups(model)
     names = DiskNames(model, checkpoint)
-    weights = None
-    if weighting == "fisher":
-        with progress("Fisher weights", len(samples)) as advance, fast_products():
-            weights = token_weights(model, groups, samples, advance)
     writer = MomentsWriter(out)
-    batches = list(split_groups(model, groups, memory))
-    with progress("Second moments", len(batches) * len(samples)) as advance, fast_products():
-        for batch in batches:
-            seen = observe(model, batch, samples, weights, advance)
-            members = {key: [part for name in batch[key] for part in names(name)] for key in batch}
-            few = {key for key in batch if seen.tokens[key] < FEWEST * _width(model, batch[key][0])}
-            writer.add({key: h for key, h in seen.matrices.items() if key not in few}, members)
-            writer.skip({module: seen.tokens[key] for key in few for module in members[key]})
+
+    def keep(batch: Groups, seen: MomentObserver) -> None:
+        members = {key: [part for name in batch[key] for part in names(name)] for key in batch}
+        few = {key for key in batch if seen.tokens[key] < FEWEST * _width(model, batch[key][0])}
+        for key in few:
+            seen.matrices.pop(key, None)
+        writer.add(seen.matrices, members)
+        writer.skip({module: seen.tokens[key] for key in few for module in members[key]})
+
+    if sequential is None:
+        _whole_model(model, groups, samples, weighting, memory, keep)
+    else:
+        _block_by_block(model, groups, samples, weighting, sequential, keep)
     writer.finish(
         model_fingerprint=fingerprint(checkpoint),
         data_fingerprint=data_fingerprint,
@@ -128,6 +138,54 @@ def gather_moments(
         weighting=weighting,
     )
     return Moments.open(out)
+
+
+def _whole_model(
+    model: nn.Module, groups: Groups, samples: list[torch.Tensor], weighting: str, memory: int, keep: Keep
+) -> None:
+    weights = None
+    if weighting == "fisher":
+        with progress("Fisher weights", len(samples)) as advance, fast_products():
+            weights = token_weights(model, groups, samples, advance)
+    batches = list(split_groups(model, groups, memory))
+    with progress("Second moments", len(batches) * len(samples)) as advance, fast_products():
+        for batch in batches:
+            keep(batch, observe(model, batch, samples, weights, advance))
+
+
+def _block_by_block(
+    model: nn.Module, groups: Groups, samples: list[torch.Tensor], weighting: str, recipe: Recipe, keep: Keep
+) -> None:
+    modules = dict(model.named_modules())
+    if stacked := [key for key in groups if groups[key][0] not in modules]:
+        what = f"{stacked[0]} is an expert in a stack"
+        raise ConfigError("sequential calibration", got=what, need="linears", fix="Calibrate without --sequential.")
+    shapes = {f"{name}.weight": tuple(modules[name].weight.shape) for names in groups.values() for name in names}
+    decisions = recipe.assign(shapes)
+    walk = BlockWalk(model, samples, groups, next(model.parameters()).device)
+    weights, total = None, len(walk.blocks) * len(samples)
+    if weighting == "fisher":
+        with progress("Fisher weights", 2 * total) as advance:
+            weights = walk.token_weights(advance)
+
+    def visit(batch: Groups, seen: MomentObserver) -> None:
+        keep(batch, seen)
+        known = BlockMoments(batch, seen.matrices)
+        solve = Compensator(known)
+        for names in batch.values():
+            rules = {name: decisions[name].rule for name in names}
+            amax = torch.stack([modules[name].weight.detach().abs().max().float() for name in names]).max()
+            for name, rule in rules.items():
+                if rule is None:
+                    continue
+                shared = isinstance(rule.granularity, PerTensor)
+                scale = scale_of(amax, rule.spec, rule.scale_format) if shared else None
+                rule = rule if name in known else rule.rounded("nearest")
+                weight = modules[name].weight.data
+                weight.copy_(dequantize(solve(weight, rule, scale, name)))
+
+    with progress("Second moments", total) as advance:
+        walk.moments(weights, visit, advance, sequential=True)
 
 
 def watched_groups(model: nn.Module) -> dict[str, list[str]]:
@@ -154,7 +212,7 @@ def split_groups(model: nn.Module, groups: Mapping[str, list[str]], memory: int)
     batch: dict[str, list[str]] = {}
     used = 0
     for key, names in groups.items():
-        size = 4 * _width(model, names[0]) ** 2
+        size = 8 * _width(model, names[0]) ** 2  # two halves
         if batch and used + size > memory:
             yield batch
             batch, used = {}, 0

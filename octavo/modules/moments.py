@@ -4,6 +4,10 @@ With w = 1, H measures the error of the layer's outputs. What matters is the err
 divergence to itself is the outputs' error weighted by the Fisher information (used for rounding in arXiv 2505.07004).
 Here w is the squared norm of the gradient, at that token and layer, of the negative log-likelihood of a token drawn
 from the model's own distribution: an estimate of the Fisher trace, one number a token.
+
+H is a sum over a few thousand tokens, and products of different inputs in it are partly chance, which rounding would
+fit. How much shows in two halves of the samples: the off-diagonal elements are shrunk by that share (a linear shrinkage
+towards the diagonal, as in Ledoit and Wolf 2004, with the noise taken from the halves instead of a model of it).
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Self, cast
 
 import torch
@@ -88,7 +93,8 @@ class MomentObserver(_Watch):
     """Adds up H for groups of linears while samples run through the model.
 
     groups: see above; of linears that share their input the first is watched. weights: key -> float32 [tokens], in
-    the order in which tokens will come, or None for all ones. tokens: key -> how many came.
+    the order in which tokens will come, or None for all ones. tokens: key -> how many came. matrices, once the block
+    has ended: key -> H, float32 [K, K], its off-diagonal elements shrunk by `noise[key]`.
     """
 
     def __init__(
@@ -96,6 +102,8 @@ class MomentObserver(_Watch):
     ) -> None:
         super().__init__(model, groups)
         self.matrices: dict[str, torch.Tensor] = {}
+        self.noise: dict[str, float] = {}
+        self._halves: dict[str, list[_Half]] = {}
         self.tokens = dict.fromkeys(groups, 0)
         self._weights = weights
 
@@ -104,6 +112,11 @@ class MomentObserver(_Watch):
             if names[0] in self.linears:
                 self._hooks.append(self.linears[names[0]].register_forward_pre_hook(self._hook(key)))
         return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        for key in list(self._halves):
+            self.matrices[key], self.noise[key] = _shrunk(*self._halves.pop(key))
 
     def expert(
         self, name: str, x: torch.Tensor, result: torch.Tensor, pick: Callable[[torch.Tensor], torch.Tensor]
@@ -119,12 +132,56 @@ class MomentObserver(_Watch):
         x = x.detach().reshape(-1, x.shape[-1]).float()
         first = self.tokens[key]
         self.tokens[key] += len(x)
+        total = float(len(x))
         if self._weights is not None:
-            x = x * self._weights[key][first : first + len(x)].sqrt().to(x.device)[:, None]
-        if key in self.matrices:
-            self.matrices[key].addmm_(x.mT, x)
-        else:
-            self.matrices[key] = x.mT @ x
+            weights = self._weights[key][first : first + len(x)]
+            x, total = x * weights.sqrt().to(x.device)[:, None], float(weights.sum())
+        halves = self._halves.setdefault(key, [])
+        if len(halves) < 2:
+            halves.append(_Half(x.mT @ x, [total]))
+            return
+        half = halves[0] if len(halves[0].totals) <= len(halves[1].totals) else halves[1]
+        half.matrix.addmm_(x.mT, x)
+        half.totals.append(total)
+
+
+@dataclass
+class _Half:
+    """Every other sample: matrix, the sum of w x x^T. totals: of w, by sample."""
+
+    matrix: torch.Tensor
+    totals: list[float]
+
+
+def _shrunk(one: _Half, other: _Half | None = None) -> tuple[torch.Tensor, float]:
+    """The sum of both, float32 [K, K], its off-diagonal elements shrunk; and by which share, 0 for one sample alone.
+
+    Of correlations, so that loud inputs do not decide for all. With n1, n2 the weights of the halves, the squared
+    difference of their means times n1 n2 / (n1 + n2)^2 is the noise that the mean of all has.
+    """
+    if other is None:
+        return one.matrix, 0.0
+    n1, n2 = sum(one.totals), sum(other.totals)
+    size = (one.matrix.diagonal() + other.matrix.diagonal()).rsqrt()
+    size = torch.where(torch.isfinite(size), size, torch.zeros_like(size))
+    if not n1 or not n2:
+        return one.matrix.add_(other.matrix), 0.0
+    difference = (one.matrix / n1).sub_(other.matrix, alpha=1 / n2)
+    total = one.matrix.add_(other.matrix)
+    noise = n1 * n2 * _off_diagonal(difference, size)  # times (n1 + n2)^-2, which `total` has too, not being a mean
+    del difference
+    signal = _off_diagonal(total, size)
+    share = min(noise / signal, 1.0) if signal > 0 else 0.0
+    if share > 0:
+        diagonal = total.diagonal().clone()
+        total.mul_(1 - share).diagonal().copy_(diagonal)
+    return total, share
+
+
+def _off_diagonal(matrix: torch.Tensor, size: torch.Tensor) -> float:
+    """Sum of squares of off-diagonal elements of size_i matrix_ij size_j."""
+    scaled = (matrix * size).mul_(size[:, None])
+    return float(scaled.square().sum() - scaled.diagonal().square().sum())
 
 
 class TokenWeights(_Watch):

@@ -44,8 +44,9 @@ class CalibrateConfig(Config):
     samples: windows of `context` tokens, or conversations cut to it; fewer if the data holds fewer.
     channels: write the largest input of every channel too, into a safetensors file beside `out`.
     moments: a folder for the second moments of the inputs, which compensated rounding needs. weighting: of the tokens
-    in them: `none`, or `fisher`, as much as the loss depends on each. input_scale: how static scales are chosen, see
-    `octavo.modules.static_scale`.
+    in them: `none`, or `fisher`, as much as the loss depends on each. sequential: each block sees what the blocks
+    before it, rounded by `scheme`, make of the samples; the moments then belong to that scheme. input_scale: how static
+    scales are chosen, see `octavo.modules.static_scale`.
     scheme, activation: of the W8A8 error that ranks the linears. dtype: of the arithmetic.
     """
 
@@ -57,11 +58,18 @@ class CalibrateConfig(Config):
     channels: bool = True
     moments: Path | None = None
     weighting: Literal["none", "fisher"] = "fisher"
+    sequential: bool = False
     input_scale: Literal["amax", "mse"] = "mse"
     scheme: Literal["channel", "block128", "tensor"] = "channel"
     activation: Literal["static", "token", "group128"] = "token"
     device: str | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+
+    @pydantic.model_validator(mode="after")
+    def _sequential_gathers_moments(self) -> CalibrateConfig:
+        if self.sequential and self.moments is None:
+            raise ConfigError("sequential", got="no moments to gather", fix="Name their folder with --moments DIR.")
+        return self
 
 
 class CalibrateReport(Report):
@@ -130,7 +138,9 @@ def calibrate(config: CalibrateConfig) -> CalibrateReport:
     )
     scales.write(config.out)
     if config.moments:
-        gather_moments(opened, data.fingerprint, samples, config.moments, config.weighting)
+        recipe = Recipe.named(config.scheme, rounding="compensated") if config.sequential else None
+        settings = data.fingerprint, samples, config.moments, config.weighting
+        gather_moments(opened, *settings, sequential=recipe)
     ranked = sorted(modules, key=lambda name: modules[name].rank or 0)
     return CalibrateReport(
         out=config.out,

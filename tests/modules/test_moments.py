@@ -40,17 +40,58 @@ def test_groups():
     assert input_groups(["gate_proj", "up_proj", "down_proj"]) == GROUPS
 
 
+def shrunk(h, share):
+    return h * (1 - share) + torch.diag(h.diagonal() * share)
+
+
 def test_moments_are_the_sum_of_outer_products(block):
     samples = [torch.randn(1, t, 8) for t in (5, 3)]
     with MomentObserver(block, GROUPS) as seen:
         for x in samples:
             block(x)
     x = torch.cat(samples, 1)[0]
-    torch.testing.assert_close(seen.matrices["gate_up_proj"], x.T @ x)
+    torch.testing.assert_close(seen.matrices["gate_up_proj"], shrunk(x.T @ x, seen.noise["gate_up_proj"]))
     h = torch.sigmoid(block.gate_proj(x)) * block.up_proj(x)
-    torch.testing.assert_close(seen.matrices["down_proj"], h.T @ h)
+    torch.testing.assert_close(seen.matrices["down_proj"], shrunk(h.T @ h, seen.noise["down_proj"]))
     block(x)
-    torch.testing.assert_close(seen.matrices["gate_up_proj"], x.T @ x)
+    torch.testing.assert_close(seen.matrices["gate_up_proj"], shrunk(x.T @ x, seen.noise["gate_up_proj"]))
+
+
+@pytest.mark.parametrize(
+    "tokens, loud", [(40, 1.0), (400, 1.0), (400, 1e3)], ids=["40 tokens", "400", "400, a loud input"]
+)
+def test_the_noise_is_that_of_the_sum(tokens, loud):
+    """Inputs with one true correlation: the share of noise in the off-diagonal elements, known here, is what is found,
+    and shrinking by it comes closer to the truth."""
+    generator = torch.Generator().manual_seed(0)
+    k, truth = 24, torch.eye(24) + 0.1 * (1 - torch.eye(24))
+    factor = torch.linalg.cholesky(truth)
+    linear = nn.Linear(k, 1)
+    found, known, closer = [], [], 0
+    for _ in range(20):
+        with MomentObserver(nn.ModuleDict({"l": linear}), {"l": ["l"]}) as seen:
+            samples = [torch.randn(1, tokens // 4, k, generator=generator) @ factor.T for _ in range(4)]
+            for x in samples:
+                linear(torch.cat([x[..., :1] * loud, x[..., 1:]], -1))
+        h, x = seen.matrices["l"] / tokens, torch.cat(samples, 1)[0]
+        error, plain = x.T @ x / tokens - truth, x.T @ x / tokens
+        off = 1 - torch.eye(k)
+        known.append(float((error * off).square().sum() / (plain * off).square().sum()))
+        found.append(seen.noise["l"])
+        inner = h[1:, 1:] - truth[1:, 1:]
+        closer += int((inner * off[1:, 1:]).norm() < (error[1:, 1:] * off[1:, 1:]).norm())
+    assert sum(found) == pytest.approx(sum(known), rel=0.25)
+    assert closer >= 14
+
+
+def test_one_sample_alone_tells_nothing_about_noise_and_equal_ones_show_none(block):
+    x = torch.randn(1, 5, 8)
+    for times in (1, 2):
+        with MomentObserver(block, GROUPS) as seen:
+            for _ in range(times):
+                block(x)
+        assert seen.noise["gate_up_proj"] == pytest.approx(0.0, abs=1e-12)
+        torch.testing.assert_close(seen.matrices["gate_up_proj"], times * x[0].T @ x[0])
 
 
 def test_weighted_moments_follow_the_order_of_tokens(block):
@@ -59,7 +100,9 @@ def test_weighted_moments_follow_the_order_of_tokens(block):
         for x in samples:
             block(x)
     x = torch.cat(samples, 1)[0]
-    torch.testing.assert_close(seen.matrices["gate_up_proj"], (x * w[:, None]).T @ x)
+    torch.testing.assert_close(
+        seen.matrices["gate_up_proj"], shrunk((x * w[:, None]).T @ x, seen.noise["gate_up_proj"])
+    )
 
 
 def test_token_weights_are_squared_gradient_norms(block):
