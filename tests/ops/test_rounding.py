@@ -77,3 +77,27 @@ def test_siblings_share_a_factorization():
     for module in ("a.q", "a.k", "b.o", "a.v", "c.x", "a.q"):
         solve(torch.randn(4, 16), rule, None, module)
     assert KEPT == 2 and source.reads == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("scale_format", ["fp32", "po2"])
+@pytest.mark.parametrize("granularity", [PerTensor(), PerRow(), PerBlock(16, 16)], ids=str)
+def test_no_matrix_is_worse_than_plain_rounding_with_its_own_scales(granularity, scale_format):
+    """In e H e^T recomputed in float64, searched scales against absmax ones; few tokens, loud and dead inputs too."""
+    generator = torch.Generator().manual_seed(0)
+    for n, k, tokens, loud in [
+        (1, 1, 1, 1.0),
+        (3, 7, 2, 1.0),
+        (33, 40, 20, 30.0),
+        (16, 64, 200, 0.0),
+        (48, 48, 500, 1.0),
+    ]:
+        weight = torch.randn(n, k, generator=generator)
+        x = torch.randn(tokens, k, generator=generator)
+        x[:, ::3] *= loud
+        rule = Rule(granularity=granularity, scale_format=scale_format)
+        got = Compensator(Source(a=x.T @ x))(weight, rule.rounded("compensated", None), None, "a.q")
+        errors = [
+            float((x.double() @ (dequantize(q) - weight).double().T).square().sum())
+            for q in (got, quantize(weight, rule))
+        ]
+        assert errors[0] <= errors[1] * (1 + 1e-5), (n, k, tokens, loud)
