@@ -24,6 +24,7 @@ from octavo.integrations import measuring
 from octavo.integrations.blocks import BlockMoments, BlockWalk, Groups
 from octavo.integrations.data import calibration_samples
 from octavo.integrations.hub import resolve_model
+from octavo.integrations.transformers import device_of
 from octavo.modules.moments import MomentObserver, TokenWeights, fast_products, fisher_backward, input_groups
 from octavo.ops.quantize import dequantize
 from octavo.ops.rounding import Compensator
@@ -91,10 +92,12 @@ def moments_of(
     device: str | None = None,
     dtype: str = "auto",
 ) -> Moments:
-    """Open a model in 16 bit and gather its moments: see `gather_moments`."""
-    opened = measuring.open_model(model, device=device, dtype=measuring.compute_dtype(dtype, device))
+    """Open a model in 16 bit in host memory and gather its moments, on a GPU block by block: see `gather_moments`."""
+    place = device_of(device)
+    opened = measuring.open_model(model, device="cpu", dtype=measuring.compute_dtype(dtype, device))
     texts, windows = calibration_samples(opened.tokenizer, data, samples, context)
-    return gather_moments(opened, texts.fingerprint, windows, out, weighting)
+    blockwise = None if place.type == "cpu" else place  # in host memory the model is there as a whole anyway
+    return gather_moments(opened, texts.fingerprint, windows, out, weighting, device=blockwise)
 
 
 def gather_moments(
@@ -105,12 +108,14 @@ def gather_moments(
     weighting: str,
     memory: int = MEMORY,
     sequential: Recipe | None = None,
+    device: torch.device | None = None,
 ) -> Moments:
     """Run samples, int64 [T] each, through a model in 16 bit and write the moments folder `out`.
 
     weighting: `none`, or `fisher`, which costs a backward pass and buys a third of the divergence.
-    memory: bytes of matrices held at once. sequential: go block by block, and give each one what the blocks before it
-    make of the samples once they are rounded by this recipe, from their own moments.
+    memory: bytes of matrices held at once. device: go block by block, each on this device while it works; None: the
+    whole model at once, where it is. sequential: block by block, and each block is given what the blocks before it make
+    of the samples once they are rounded by this recipe, from their own moments.
     CheckpointError for a model whose activations hold NaN or Inf.
     """
     model, checkpoint = opened.model, Checkpoint.open(opened.folder)
@@ -127,10 +132,11 @@ def gather_moments(
         writer.add(seen.matrices, members)
         writer.skip({module: seen.tokens[key] for key in few for module in members[key]})
 
-    if sequential is None:
+    if sequential is None and device is None:
         _whole_model(model, groups, samples, weighting, memory, keep)
     else:
-        _block_by_block(model, groups, samples, weighting, sequential, keep)
+        walk = BlockWalk(model, samples, groups, device or next(model.parameters()).device)
+        _block_by_block(walk, weighting, sequential, keep)
     writer.finish(
         model_fingerprint=fingerprint(checkpoint),
         data_fingerprint=data_fingerprint,
@@ -153,39 +159,48 @@ def _whole_model(
             keep(batch, observe(model, batch, samples, weights, advance))
 
 
-def _block_by_block(
-    model: nn.Module, groups: Groups, samples: list[torch.Tensor], weighting: str, recipe: Recipe, keep: Keep
-) -> None:
-    modules = dict(model.named_modules())
-    if stacked := [key for key in groups if groups[key][0] not in modules]:
-        what = f"{stacked[0]} is an expert in a stack"
-        raise ConfigError("sequential calibration", got=what, need="linears", fix="Calibrate without --sequential.")
-    shapes = {f"{name}.weight": tuple(modules[name].weight.shape) for names in groups.values() for name in names}
-    decisions = recipe.assign(shapes)
-    walk = BlockWalk(model, samples, groups, next(model.parameters()).device)
-    weights, total = None, len(walk.blocks) * len(samples)
+def _block_by_block(walk: BlockWalk, weighting: str, sequential: Recipe | None, keep: Keep) -> None:
+    round_in_place = _rounding(walk, sequential) if sequential else None
+    weights, total = None, len(walk.blocks) * len(walk.samples)
     if weighting == "fisher":
         with progress("Fisher weights", 2 * total) as advance:
             weights = walk.token_weights(advance)
 
     def visit(batch: Groups, seen: MomentObserver) -> None:
         keep(batch, seen)
+        if round_in_place:
+            round_in_place(batch, seen)
+
+    with progress("Second moments", total) as advance:
+        walk.moments(weights, visit, advance, sequential=sequential is not None)
+
+
+def _rounding(walk: BlockWalk, recipe: Recipe) -> Keep:
+    """What rounds the linears of a block in place. ConfigError for experts in stacks."""
+    modules = dict(walk.model.named_modules())
+    names = [name for groups in walk.groups.values() for members in groups.values() for name in members]
+    if stacked := [name for name in names if name not in modules]:
+        what = f"{stacked[0]} is an expert in a stack"
+        raise ConfigError("sequential calibration", got=what, need="linears", fix="Calibrate without --sequential.")
+    weights = {name: modules[name].get_parameter("weight") for name in names}
+    decisions = recipe.assign({f"{name}.weight": tuple(weight.shape) for name, weight in weights.items()})
+
+    def visit(batch: Groups, seen: MomentObserver) -> None:
         known = BlockMoments(batch, seen.matrices)
         solve = Compensator(known)
-        for names in batch.values():
-            rules = {name: decisions[name].rule for name in names}
-            amax = torch.stack([modules[name].weight.detach().abs().max().float() for name in names]).max()
-            for name, rule in rules.items():
+        for members in batch.values():
+            amax = torch.stack([weights[name].detach().abs().max().float() for name in members]).max()
+            for name in members:
+                rule = decisions[name].rule
                 if rule is None:
                     continue
                 shared = isinstance(rule.granularity, PerTensor)
                 scale = scale_of(amax, rule.spec, rule.scale_format) if shared else None
                 rule = rule if name in known else rule.rounded("nearest")
-                weight = modules[name].weight.data
+                weight = weights[name].data
                 weight.copy_(dequantize(solve(weight, rule, scale, name)))
 
-    with progress("Second moments", total) as advance:
-        walk.moments(weights, visit, advance, sequential=True)
+    return visit
 
 
 def watched_groups(model: nn.Module) -> dict[str, list[str]]:

@@ -71,6 +71,17 @@ def test_nan_activations_name_the_linear(opened, samples, tmp_path):
         gather_moments(opened, "d", samples, tmp_path / "m", "none")
 
 
+@pytest.mark.parametrize("family", ["tiny_llama", "tiny_moe"])
+def test_block_by_block_is_the_same(family, samples, tmp_path, request):
+    """What a GPU does: one block at a time, the others in host memory; experts in stacks too."""
+    opened = measuring.open_model(request.getfixturevalue(family), dtype=torch.float32)
+    whole = gather_moments(opened, "d", samples, tmp_path / "w", "fisher")
+    walked = gather_moments(opened, "d", samples, tmp_path / "b", "fisher", device=torch.device("cpu"))
+    assert walked.index.modules == whole.index.modules and walked.index.few == whole.index.few
+    for module in whole.index.modules:
+        torch.testing.assert_close(walked.get(module), whole.get(module), rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("scheme", ["block128", "tensor"])
 def test_sequential_moments_are_those_of_the_model_rounded_so_far(opened, samples, tmp_path, scheme, monkeypatch):
     """Rounding by them is a fixed point: the last block's inputs in the rounded model have these moments."""
