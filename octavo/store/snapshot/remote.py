@@ -13,6 +13,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -70,10 +71,10 @@ class RemoteStore:
             list(
                 pool.map(lambda item: self._upload(folder / item[0], f"{data}/{item[0]}", item[1]), self._of(manifest))
             )
-        try:
+        with suppress(FileExistsError):
             self._try(lambda: self.fs.pipe_file(self._manifest_path(step), sealed, mode="create"))
-        except FileExistsError:
-            self._is_free(step, sealed)
+        if self._is_free(step, sealed):  # not every store knows If-None-Match: read back whose manifest it is
+            raise OSError(f"{self._manifest_path(step)} was written and is not there")
 
     def fetch(self, step: int, folder: SnapshotFolder, life: str) -> None:
         """Bring a snapshot into the local folder, verified there. CheckpointError when its bytes are not as written."""
@@ -125,7 +126,12 @@ class RemoteStore:
         """Put one file and read it back; what comes back wrong is put again."""
 
         def once() -> None:
-            self.fs.put_file(str(path), target)
+            try:
+                self.fs.put_file(str(path), target)
+            except FileNotFoundError as error:
+                if path.exists():  # an upload in parts that the store knows no more
+                    raise OSError(f"{target} was not stored: {error}") from error
+                raise
             digests = tuple(hashlib.sha256(block).hexdigest() for block in self._blocks(target, record.size))
             if record.size and digests != record.sha256:
                 raise OSError(f"{target} came back with other bytes than were sent")
