@@ -100,20 +100,21 @@ def main() -> int:
     show("dA = dU^T x 14336", lambda: low.mT @ wide, nbytes=2 * wide.numel())
     show("A from codes 14336 -> 16: w8a16", lambda: w8a16.linear(down, h, None, "none", None), nbytes=wide.numel())
     for n, k in ((28672, 4096), (INNER, HIDDEN), (HIDDEN, INNER), (HIDDEN, HIDDEN), (HEADS, HIDDEN)):
-        a = native.quantize_tokens(normal(m, k))[0]
-        w = native.quantize_tokens(normal(n, k))[0]
-        flops = 2 * m * n * k
-        for fast in (False, True):
-            show(f"row-scaled product {n}x{k}, fast sums {fast}", lambda: row_mm(a, w, fast), flops=flops)
-        tensor = torch.ones((), device="cuda")
-        show(f"tensor-scaled product {n}x{k}", lambda: tensor_mm(a, w, tensor), flops=flops)
-        b = normal(n, k)
-        left = normal(m, k)
-        show(f"bfloat16 product {n}x{k}", lambda: left @ b.mT, flops=flops)
-        show(f"transpose {n}x{k}", lambda: native.transposed(w.codes), nbytes=2 * n * k)
+        products(show, m, n, k)
     if args.out:
         args.out.write_text(json.dumps({"device": torch.cuda.get_device_name(), "tokens": m, "rows": rows}) + "\n")
     return 0
+
+
+def products(show: Callable[..., None], m: int, n: int, k: int) -> None:
+    left, right = (torch.randn(size, k, device="cuda", dtype=torch.bfloat16) for size in (m, n))
+    a, w = native.quantize_tokens(left)[0], native.quantize_tokens(right)[0]
+    flops, one = 2 * m * n * k, torch.ones((), device="cuda")
+    show(f"row-scaled product {n}x{k}, short sums", lambda: row_mm(a, w, True), flops=flops)
+    show(f"row-scaled product {n}x{k}, long sums", lambda: row_mm(a, w, False), flops=flops)
+    show(f"tensor-scaled product {n}x{k}, short sums", lambda: tensor_mm(a, w, one), flops=flops)
+    show(f"bfloat16 product {n}x{k}", lambda: left @ right.mT, flops=flops)
+    show(f"transpose {n}x{k}", lambda: native.transposed(w.codes), nbytes=2 * n * k)
 
 
 def row_mm(a: ScaledTensor, w: ScaledTensor, fast: bool) -> torch.Tensor:

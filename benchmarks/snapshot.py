@@ -231,6 +231,13 @@ class Rival:
         return time.perf_counter() - self.started
 
 
+class KeptStager(DefaultStager):
+    """torch 2.11 closes the caller's stager after each save, which throws its pinned buffers away (2.13 does not)."""
+
+    def close(self) -> None:
+        pass
+
+
 def contestants(loop: Loop, folder: Path) -> dict[str, Callable[[], Any]]:
     def fresh(name: str, count: int) -> Path:
         shutil.rmtree(folder / name, ignore_errors=True)
@@ -245,10 +252,9 @@ def contestants(loop: Loop, folder: Path) -> dict[str, Callable[[], Any]]:
         options = StagingOptions(
             use_pinned_memory=gpu, use_shared_memory=gpu, use_async_staging=gpu, use_non_blocking_copy=gpu
         )
-        stager = DefaultStager(options)
-        # a flat dict of the same tensors: the stager cannot copy the OrderedDict of a state_dict (torch 2.11)
+        stager = KeptStager(options)
         save = lambda n: dcp.async_save(loop.tensors(), checkpoint_id=str(fresh("stager", n)), async_stager=stager)  # noqa: E731
-        return Rival(save, stager.close)
+        return Rival(save, lambda: DefaultStager.close(stager))
 
     def pinned_copy() -> Rival:
         sources = [value for value in loop.tensors().values() if value.numel()]

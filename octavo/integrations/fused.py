@@ -13,11 +13,12 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from octavo.base.hardware import caps_of
 from octavo.formats.architectures import FUSED_DECODERS
 from octavo.formats.granularity import PerRow, PerTensor
-from octavo.integrations.peft import Float8LoraLinear
+from octavo.integrations.lora_layer import Float8LoraLinear
 from octavo.modules.frozen import FrozenFloat8Linear
 from octavo.ops.backends import BACKENDS, Problem
 from octavo.ops.lora import Norm, Projection, gated_mlp, project
@@ -164,7 +165,7 @@ def projection_of(layer: nn.Module) -> Projection | None:
         return None
     if not isinstance(base, FrozenFloat8Linear) or base.activation != "token" or base.rule.spec.name != "e4m3":
         return None
-    if not isinstance(base.rule.granularity, (PerRow, PerTensor)):
+    if not isinstance(base.rule.granularity, (PerRow, PerTensor)) or isinstance(base.weight, DTensor):
         return None
     plain = Projection(base.scaled(), base.bias)
     if not isinstance(layer, Float8LoraLinear) or layer.disable_adapters != layer.merged:
@@ -180,6 +181,8 @@ def projection_of(layer: nn.Module) -> Projection | None:
     if layer.training and not isinstance(dropout, nn.Identity) and dropout.p > 0:
         return None
     a, b = layer.lora_A[names[0]].weight, layer.lora_B[names[0]].weight
+    if isinstance(a, DTensor) or isinstance(b, DTensor):
+        return None
     return Projection(plain.weight, plain.bias, a, b, layer.scaling[names[0]])
 
 

@@ -225,6 +225,8 @@ def _refuse_native(problem: Problem, caps: HardwareCaps) -> str | None:
     multiple = 128 if block else 16
     if problem.n % multiple or problem.k % multiple:
         reasons.append(f"N and K multiples of {multiple}, not {problem.n} and {problem.k}")
+    if block and problem.m % 4:
+        reasons.append(f"rows of x a multiple of 4 with block scales, not {problem.m}")
     if problem.tile not in ((0, 0), (1, 0), (128, 128)) or (block and (problem.op == "linear_dx" or caps.sm != (9, 0))):
         reasons.append(f"scales per tensor or row, block128x128 forward on sm90, not {from_tile(*problem.tile)}")
     wanted = ("group128",) if block else ("static", "token")

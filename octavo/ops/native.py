@@ -22,7 +22,7 @@ from octavo.kernels.cuda import loader
 from octavo.kernels.tiling import GROUP_ROUNDS, group_blocks, row_block
 from octavo.ops import reference
 
-FAST_SUMS = 32768
+FAST_SUMS = 16384
 
 
 def quantize(x: torch.Tensor, scale: torch.Tensor | None, rule: Rule) -> ScaledTensor:

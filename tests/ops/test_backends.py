@@ -21,13 +21,23 @@ def test_auto_takes_the_first_that_can(gpu, op):
     caps = fake_caps(gpu)
     device = "cuda" if caps.is_cuda else "cpu"
     choice = choose(Problem(op, device, torch.float16), caps)
-    assert choice.backend == ("dequant" if caps.is_cuda else "cpu")
+    weights = op in ("linear", "linear_dx", "dequantize")
+    fast = {"w8a16": caps.is_cuda and weights and caps.sm >= (8, 0), "native": op == "quantize" and caps.tag == "sm90"}
+    assert choice.backend == next((name for name, takes in fast.items() if takes), "dequant" if caps.is_cuda else "cpu")
+
+
+@pytest.mark.parametrize("activation, chosen", [("none", "w8a16"), ("token", "native"), ("static", "native")])
+def test_products_in_fp8_where_inputs_are(activation, chosen):
+    problem = Problem("linear", "cuda", activation=activation)
+    assert choose(problem, fake_caps("h200")).backend == chosen
+    back = Problem("linear_dx", "cuda")
+    assert choose(back, fake_caps("h200")).backend == "w8a16"  # exact: dY is rounded to FP8 by nobody who did not ask
 
 
 def test_turing_has_no_bfloat16():
     choice = choose(Problem("linear", "cuda", torch.bfloat16), fake_caps("t4"))
     assert choice.backend == "reference"
-    assert choice.refused == (("dequant", "bfloat16 needs sm80 or later, this is sm75"),)
+    assert choice.refused[-1] == ("dequant", "bfloat16 needs sm80 or later, this is sm75")
     assert "not dequant: bfloat16 needs sm80" in str(choice)
 
 
@@ -115,7 +125,7 @@ def test_what_our_kernels_refuse(backend, change, reason):
         ("w8a16", "a100", Problem("dequantize", "cuda", k=7)),
         ("native", "l4", Problem("linear", "cuda", activation="token")),
         ("native", "l4", Problem("linear_dx", "cuda", m=77)),
-        ("native", "h200", Problem("linear", "cuda", tile=(128, 128), activation="group128")),
+        ("native", "h200", Problem("linear", "cuda", tile=(128, 128), activation="group128", m=4)),
         ("native", "l4", Problem("quantize", "cuda", tile=(1, 128), k=576)),
     ],
     ids=str,
@@ -127,7 +137,7 @@ def test_what_our_kernels_take(backend, least, problem):
 
 def test_why():
     choice = octavo.why("linear", m=8, n=64, k=128, gpu="rtx3090")
-    assert choice.backend == "dequant" and "linear e4m3 row bfloat16 M=8 N=64 K=128 on rtx3090 (sm86)" in str(choice)
+    assert choice.backend == "w8a16" and "linear e4m3 row bfloat16 M=8 N=64 K=128 on rtx3090 (sm86)" in str(choice)
     assert octavo.why("quantize", device="cpu").backend == "cpu"
     assert "quantize e4m3 row bfloat16 4096x4096" in str(octavo.why("quantize", device="cpu"))
     assert octavo.why(dtype=torch.float64, device="cpu").refused[0][0] == "cpu"

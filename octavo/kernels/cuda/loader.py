@@ -101,6 +101,7 @@ def load(variant: Variant, sm: tuple[int, int]) -> Any:
 
 def warm_up(variants: Iterable[Variant], device: torch.device) -> None:
     """Compile and load before the first call: what CUDA graph capture needs. Several at once, on the CPU's cores."""
+    nvrtc_version()  # imports cuda's packages here: another thread would find a module that is half imported
     sm = torch.cuda.get_device_capability(device)
     with torch.cuda.device(device), ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda variant: load(variant, sm), variants))
