@@ -30,8 +30,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from octavo import Recipe, convert
-from octavo.integrations.fused import fuse
-from octavo.integrations.peft import get_peft_model
+from octavo.integrations.peft import get_peft_model, register
 from octavo.workflows.planner.source import published
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -80,9 +79,8 @@ def build(variant: Variant, layers: int) -> nn.Module:
     if variant.base == "bf16":
         model = plain_peft(model, lora, autocast_adapter_dtype=variant.wide_adapters)
     else:
-        model = get_peft_model(convert(model, Recipe.named(variant.base, activation="token")), lora)
-    if variant.fused:
-        assert fuse(model) == layers
+        adapt = get_peft_model if variant.fused else lambda model, lora: plain_peft(model, register(lora))
+        model = adapt(convert(model, Recipe.named(variant.base, activation="token")), lora)
     if variant.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()

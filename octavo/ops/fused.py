@@ -20,6 +20,7 @@ from octavo.ops import native, w8a16
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 GATED_THREADS = 512
+GATED_ROWS = 4  # of a block in the backward pass
 MAX_NORM_WIDTH = 512 * 4 * 8  # what a block of norm.cu holds in registers
 
 
@@ -66,7 +67,8 @@ def gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> tuple[Scaled
     scale = torch.ones((3, m, 1), device=gate.device)
     if codes.numel():
         arguments = (gate, up, *(part for i in range(3) for part in (codes[i], scale[i])), np.int32(k))
-        loader.launch(_gated(gate, activation, backward=False), (m,), GATED_THREADS, arguments, gate)
+        variant = _gated(gate, activation, BACKWARD=0, ROUNDS=max(1, -(-k // (8 * GATED_THREADS))))
+        loader.launch(variant, (m,), GATED_THREADS, arguments, gate)
     first, second, third = (ScaledTensor(codes[i], scale[i], E4M3, PerRow()) for i in range(3))
     return first, second, third
 
@@ -93,8 +95,9 @@ def gated_backward(
         PerRow(),
     )
     if dh.numel():
-        arguments = dh, gate.codes, gate.scale, up.codes, up.scale, columns, dgate, dup, q.codes, q.scale, np.int32(k)
-        loader.launch(_gated(dh, activation, backward=True), (m,), GATED_THREADS, arguments, dh)
+        arguments = dh, gate.codes, gate.scale, up.codes, up.scale, columns, dgate, dup, q.codes, q.scale
+        variant = _gated(dh, activation, BACKWARD=1, ROWS=GATED_ROWS)
+        loader.launch(variant, (-(-m // GATED_ROWS),), GATED_THREADS, (*arguments, np.int32(m), np.int32(k)), dh)
     return dgate, dup, q
 
 
@@ -116,11 +119,11 @@ def on_kernels(x: torch.Tensor) -> bool:
     return x.is_cuda
 
 
-def _gated(x: torch.Tensor, activation: str, *, backward: bool) -> loader.Variant:
+def _gated(x: torch.Tensor, activation: str, **more: int) -> loader.Variant:
     defines = {
         "X_BF16": int(x.dtype == torch.bfloat16),
         "THREADS": GATED_THREADS,
-        "BACKWARD": int(backward),
         "GELU": int(activation == "gelu_tanh"),
+        **more,
     }
     return loader.Variant("gated.cu", tuple(defines.items()))

@@ -38,15 +38,34 @@ def build(family="llama", activation="token", dropout=0.0):
     return model.train()
 
 
+class Calls(list):
+    """What was fused; nothing is while `on` is False."""
+
+    on = True
+
+
 @pytest.fixture
 def everywhere(monkeypatch):
-    """FP8 products here, as on a GPU that has them, and a count of what was fused."""
-    monkeypatch.setattr(fused, "products_run", lambda shape, device: True)
-    calls = []
+    """FP8 products here, as on a GPU that has them."""
+    calls = Calls()
+    monkeypatch.setattr(fused, "products_run", lambda shape, device: calls.on)
     for name in ("project", "gated_mlp"):
         run = getattr(fused, name)
         monkeypatch.setattr(fused, name, lambda *args, run=run, name=name: calls.append(name) or run(*args))
     return calls
+
+
+@pytest.fixture
+def plain(everywhere):
+    """The result of a call in which nothing is fused."""
+
+    def run(function, *args, **options):
+        everywhere.on = False
+        result = function(*args, **options)
+        everywhere.on = True
+        return result
+
+    return run
 
 
 def tokens():
@@ -62,12 +81,12 @@ def step(model):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_same_step(everywhere, family):
+def test_the_same_step(everywhere, plain, family):
     model = build(family)
-    names, (want, want_grads) = list(model.state_dict()), step(model)
-    assert not everywhere and fused.fuse(model) == 2 and fused.fuse(model) == 0
+    want, want_grads = plain(step, model)
+    assert not everywhere and fused.fuse(model) == 0, "get_peft_model did it"
     found, grads = step(model)
-    assert everywhere == ["project", "project", "gated_mlp"] * 2 and list(model.state_dict()) == names
+    assert everywhere == ["project", "project", "gated_mlp"] * 2
     assert sqnr_db(found, want) > 20  # the plain path rounds to BF16 before every E4M3
     assert grads.keys() == want_grads.keys()
     for name, grad in grads.items():
@@ -77,7 +96,6 @@ def test_the_same_step(everywhere, family):
 
 def test_checkpointing_changes_nothing(everywhere):
     model = build()
-    fused.fuse(model)
     want, want_grads = step(model)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.enable_input_require_grads()
@@ -93,65 +111,74 @@ def plainly(model):
 
 
 @pytest.mark.parametrize("state", ["dropout", "weights only", "merged", "disabled", "two adapters", "evaluation"])
-def test_what_is_not_fused_runs_as_before(everywhere, state):
-    model = build(activation="none" if state == "weights only" else "token", dropout=0.0)
+def test_what_is_not_fused_runs_as_before(everywhere, plain, state):
+    model = build(activation="none" if state == "weights only" else "token")
     if state == "two adapters":
         model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
         model.base_model.set_adapter(["default", "second"])
-    other = copy.deepcopy(model)
-    fused.fuse(model)
-    for each in (model, other):
-        if state == "merged":
-            each.merge_adapter()
-        if state == "dropout":
-            for module in each.modules():
-                if hasattr(module, "lora_dropout"):
-                    module.lora_dropout["default"] = torch.nn.Dropout(0.5)
-        if state == "evaluation":
-            each.eval()
-    torch.manual_seed(0)
-    with model.disable_adapter() if state == "disabled" else torch.enable_grad():
-        found = plainly(model)
-    torch.manual_seed(0)
-    with other.disable_adapter() if state == "disabled" else torch.enable_grad():
-        want = plainly(other)
+    if state == "merged":
+        model.merge_adapter()
+    if state == "dropout":
+        for module in model.modules():
+            if hasattr(module, "lora_dropout"):
+                module.lora_dropout["default"] = torch.nn.Dropout(0.5)
+    if state == "evaluation":
+        model.eval()
+
+    def logits():
+        torch.manual_seed(0)
+        with model.disable_adapter() if state == "disabled" else torch.enable_grad(), torch.no_grad():
+            return model(input_ids=tokens()).logits
+
+    want, found = plain(logits), logits()
     fuses = {"dropout": 0, "weights only": 0, "two adapters": 2}.get(state, 6)
     assert len(everywhere) == fuses
     assert torch.equal(found, want) if not fuses else sqnr_db(found, want) > 20
 
 
-def test_named_adapters_per_row_are_peft_s(everywhere):
+def test_named_adapters_per_row_are_peft_s(plain):
     """PEFT passes adapter_names to each layer, after the norm has passed its input on."""
     model = build().eval()
     names = ["default", "__base__"]
     with torch.no_grad():
-        want = model(input_ids=tokens(), adapter_names=names).logits
-        fused.fuse(model)
+        want = plain(model, input_ids=tokens(), adapter_names=names).logits
         assert sqnr_db(model(input_ids=tokens(), adapter_names=names).logits, want) > 20
 
 
 def test_a_copy_stands_alone(everywhere):
     model = build()
-    fused.fuse(model)
     other = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in other.parameters():
             if parameter.is_floating_point():
                 parameter.zero_()
-    assert plainly(model).any() and not plainly(other).any()
+        assert model(input_ids=tokens()).logits.any() and not other(input_ids=tokens()).logits.any()
+
+
+def test_hooks_see_what_they_always_saw(plain):
+    """An observer of a projection's input gets the normalized values, not what the fused norm passed on."""
+    model, seen = build(), []
+    layer = model.base_model.model.model.layers[1]
+    for module in (layer.self_attn.k_proj, layer.mlp.up_proj):
+        module.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
+    with torch.no_grad():
+        plain(model, input_ids=tokens())
+        model(input_ids=tokens())
+    assert len(seen) == 4 and all(sqnr_db(mine, want) > 20 for mine, want in zip(seen[2:], seen[:2], strict=True))
 
 
 def test_not_known_not_touched(everywhere):
     assert fused.fuse(torch.nn.Linear(4, 4)) == 0
-    model = build()
-    model.base_model.model.config.model_type = "unheard-of"
+    model = build().base_model.model
+    for layer in model.model.layers:
+        del layer.__dict__[fused.FUSED]
+    model.config.model_type = "unheard-of"
     assert fused.fuse(model) == 0
 
 
 def test_checkpointed_group_frees_what_it_hands_out(everywhere):
     """The group keeps neither its input nor its outputs."""
     model = build()
-    fused.fuse(model)
     layer = model.base_model.model.model.layers[0]
     x = torch.randn(1, 3, 64, dtype=torch.bfloat16, requires_grad=True)
     attention = layer.self_attn
