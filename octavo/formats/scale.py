@@ -25,6 +25,7 @@ SCALE_METHODS = ("absmax", "mse", "hessian")
 # factor of two, so one octave holds all there is to find; upwards, where nothing saturates.
 CANDIDATES = tuple(2.0 ** (step / 16) for step in range(16))
 PO2_CANDIDATES = (1.0, 0.5)
+SLICE = 1 << 16  # values that a CPU searches at once: a dozen passes over them stay in its cache
 
 
 def scale_of(amax: torch.Tensor, spec: FloatSpec, scale_format: str = "fp32") -> torch.Tensor:
@@ -62,6 +63,11 @@ def mse_scale(
     importance: float32 [K], of the columns' errors; with the mean squares of a layer's inputs it is the error of the
     layer's outputs, correlations aside. Never worse than absmax. Inf and NaN carry no weight.
     """
+    rows = granularity.tile[0]
+    if rows and x.dim() == 2 and x.device.type == "cpu" and x.numel() > SLICE and len(x) > rows:
+        step = max(SLICE // x.shape[1] // rows, 1) * rows
+        parts = [mse_scale(part, spec, granularity, scale_format, importance) for part in x.split(step)]
+        return torch.cat(parts)
     finite = torch.isfinite(x)
     x = torch.where(finite, x, torch.zeros_like(x)).float()
     amax = granularity.amax(x)

@@ -3,6 +3,7 @@ import pytest
 import torch
 
 from octavo.base.errors import ConfigError
+from octavo.formats import scale as scale_module
 from octavo.formats.granularity import PerBlock, PerRow, PerTensor
 from octavo.formats.reference import dequantize_ref, quantize_ref
 from octavo.formats.scale import SCALE_FLOOR, ZERO_TILE_SCALE, is_power_of_two, mse_scale, power_of_two_above, scale_of
@@ -79,3 +80,11 @@ def test_mse_keeps_scales_in_format():
 def test_unknown_format():
     with pytest.raises(ConfigError, match="scale_format"):
         scale_of(torch.tensor(1.0), E4M3, "fp16")
+
+
+@pytest.mark.parametrize("granularity", [PerRow(), PerBlock(16, 48)], ids=str)
+def test_a_search_in_slices_finds_the_same(granularity, monkeypatch):
+    x, importance = torch.randn(70, 100) * torch.logspace(-2, 2, 70)[:, None], torch.rand(100)
+    whole = mse_scale(x, E4M3, granularity, importance=importance)
+    monkeypatch.setattr(scale_module, "SLICE", 1000)
+    assert torch.equal(mse_scale(x, E4M3, granularity, importance=importance), whole)
