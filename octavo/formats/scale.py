@@ -66,7 +66,7 @@ def mse_scale(
     rows = granularity.tile[0]
     if rows and x.dim() == 2 and x.device.type == "cpu" and x.numel() > SLICE and len(x) > rows:
         step = max(SLICE // x.shape[1] // rows, 1) * rows
-        parts = [mse_scale(part, spec, granularity, scale_format, importance) for part in x.split(step)]
+        parts = [mse_scale(part, spec, granularity, scale_format, importance) for part in torch.split(x, step)]
         return torch.cat(parts)
     finite = torch.isfinite(x)
     x = torch.where(finite, x, torch.zeros_like(x)).float()
