@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft import PeftModel, get_peft_model_state_dict
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -26,7 +27,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from octavo.base.errors import ConfigError
 from octavo.store.manifest import fingerprint_of
 from octavo.store.snapshot.session import Resume
-from octavo.store.snapshot.shards import address
+from octavo.store.snapshot.shards import whole
 from octavo.store.snapshot.snapshots import Snapshots
 from octavo.store.snapshot.state import Stateful, TrainingState
 
@@ -167,10 +168,15 @@ def adapter_names(model: nn.Module) -> dict[str, str]:
     """Parameter -> the name under which PEFT keeps it in adapter_model.safetensors."""
     if not isinstance(model, PeftModel):
         return {}
-    names = {
-        address(value): name for name, value in get_peft_model_state_dict(model, save_embedding_layers=False).items()
-    }
-    return {name: names[address(p)] for name, p in model.named_parameters() if p.requires_grad and address(p) in names}
+    numbers = _numbers(model)
+    saved = get_peft_model_state_dict(model, state_dict=numbers, save_embedding_layers=False)
+    names = list(numbers)
+    return {names[int(number)]: name for name, number in saved.items()}
+
+
+def _numbers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """A number in the place of each parameter, which may be a shard."""
+    return {name: torch.tensor(number) for number, (name, _) in enumerate(model.named_parameters())}
 
 
 def adapter_config(model: nn.Module) -> dict[str, str]:
@@ -178,20 +184,23 @@ def adapter_config(model: nn.Module) -> dict[str, str]:
     if not isinstance(model, PeftModel):
         return {}
     with tempfile.TemporaryDirectory() as folder:
-        save_adapter(model, Path(folder))
+        save_adapter(model, Path(folder), state_dict=_numbers(model))
         text = (Path(folder) / "adapter_config.json").read_text(encoding="utf-8")
     return {"adapter_config.json": json.dumps(json.loads(text))}  # plain ASCII
 
 
 def frozen_fingerprint(model: nn.Module) -> str:
-    """Who the frozen base is, by names, shapes and a sample of its bytes; empty where all is trained."""
+    """Who the frozen base is, by names, shapes and a sample of its bytes; empty where all is trained.
+
+    Of a sharded one each parameter is put together in turn: all ranks call this.
+    """
     frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
-    return fingerprint_of((name, p) for name, p in frozen if address(p)) if frozen else ""
+    return fingerprint_of((name, whole(p)) for name, p in frozen) if frozen else ""
 
 
-def save_adapter(model: Any, folder: Path) -> None:
-    """The adapter alone, as PEFT reads it: safetensors and its config."""
-    model.save_pretrained(str(folder), safe_serialization=True, save_embedding_layers=False)
+def save_adapter(model: Any, folder: Path, **more: Any) -> None:
+    """The adapter alone, as PEFT reads it: safetensors and its config. more: of PEFT's save_pretrained."""
+    model.save_pretrained(str(folder), safe_serialization=True, save_embedding_layers=False, **more)
     (folder / "README.md").unlink(missing_ok=True)  # a model card to fill in, of no use here
 
 

@@ -209,9 +209,10 @@ def test_finetune_is_stopped_and_continues(tiny_llama, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_sharded_trainer_continues_on_other_numbers_of_ranks(tmp_path):
+@pytest.mark.parametrize("kind", ["fsdp", "fsdp-lora"])
+def test_a_sharded_trainer_continues_on_other_numbers_of_ranks(tmp_path, kind):
     """FSDP2 on two gloo ranks, one process, two ranks: each begins with the very weights the last one ended with."""
-    command = [sys.executable, "-W", "ignore", "-m", "tests.integrations.trainer_lives", str(tmp_path)]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.integrations.trainer_lives", kind, str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -221,3 +222,6 @@ def test_a_sharded_trainer_continues_on_other_numbers_of_ranks(tmp_path):
     assert [step for step, _ in begun] == [0, 6, 9] and [step for step, _ in ended] == [6, 9, 12]
     assert begun[1:] == ended[:-1] and len({weights for _, weights in begun + ended}) == 4
     assert "was written by 2 ranks, not 1: random states differ" in done.stderr
+    last = {path.name for path in (tmp_path / "run" / "step-12").iterdir()}
+    part = "adapter_model" if kind == "fsdp-lora" else "model"
+    assert {f"{part}-0000{rank}-of-00002.safetensors" for rank in (1, 2)} < last

@@ -1,6 +1,7 @@
 """Lives of a Hugging Face Trainer on two gloo ranks, DDP or FSDP2, for tests/store/snapshot/killing.py.
 
 python -m tests.store.snapshot.killing --model trainer-fsdp --kills 200
+python -m tests.integrations.trainer_lives fsdp FOLDER: two ranks, then one, then two; what each life says: FOLDER/log.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+import traceback
 from pathlib import Path
 
 import torch
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from octavo.integrations.snapshots import SnapshotCallback
@@ -80,7 +83,7 @@ def live(kind: str, folder: Path, log: int, steps: int, files: Files, rank: int,
         dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # accelerate insists; the group is there already
-        if kind == "fsdp":
+        if kind.startswith("fsdp"):
             more = {"fsdp": True, "fsdp_config": SHARDED}
     args = TrainingArguments(
         str(folder.parent / "trainer"), max_steps=steps, per_device_train_batch_size=2, gradient_accumulation_steps=2,
@@ -91,6 +94,8 @@ def live(kind: str, folder: Path, log: int, steps: int, files: Files, rank: int,
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SMALL, attention_dropout=0.1, attn_implementation="eager"))
+    if kind.endswith("-lora"):
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1))
     start = fork_worker(files if rank == 0 else Files(), lambda pid: tell("worker", pid))
     snapshots = SnapshotCallback(folder, every=EVERY, start=start, signals=False)
     trainer = Told(model, args, train_dataset=rows())
@@ -103,7 +108,7 @@ def live(kind: str, folder: Path, log: int, steps: int, files: Files, rank: int,
 
 
 def main() -> None:
-    root = Path(sys.argv[1])
+    kind, root = sys.argv[1], Path(sys.argv[2])
     log = os.open(root / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for steps, world in ((6, 2), (9, 1), (12, 2)):
         pids = []
@@ -111,8 +116,10 @@ def main() -> None:
             if not (pid := os.fork()):
                 code = 1
                 try:
-                    live("fsdp", root / "run", log, steps, Files(), rank, world, str(root / f"store{steps}"))
+                    live(kind, root / "run", log, steps, Files(), rank, world, str(root / f"store{steps}"))
                     code = 0
+                except BaseException:
+                    traceback.print_exc()
                 finally:
                     os._exit(code)
             pids.append(pid)

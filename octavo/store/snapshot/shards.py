@@ -40,6 +40,15 @@ def address(value: torch.Tensor) -> int:
     return 0 if isinstance(value, DTensor) else value.data_ptr()
 
 
+def is_sharded(value: torch.Tensor) -> bool:
+    return isinstance(value, DTensor)
+
+
+def whole(value: torch.Tensor) -> torch.Tensor:
+    """A tensor put together from its shards; all ranks call this."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
 def local_piece(value: torch.Tensor) -> Piece | None:
     """What this rank holds of a tensor; None if nothing."""
     if not isinstance(value, DTensor):

@@ -5,7 +5,8 @@
     random.safetensors                               random states of torch, byte for byte
     training.json                                    optimizer groups, schedule, random states of Python and NumPy,
                                                      settings, extra states
-With several ranks each writes its shards and its random states: NAME-00001-of-00008 and so on.
+With several ranks each writes its shards and its random states: NAME-00001-of-00008 and so on. An adapter that is
+not sharded stays one file.
 """
 
 from __future__ import annotations
@@ -25,7 +26,15 @@ from octavo.base.errors import CheckpointError, MismatchError, UnsupportedError
 from octavo.base.log import logger
 from octavo.base.report import UNREADABLE, read_json
 from octavo.store.snapshot.layout import Layout, lay_out
-from octavo.store.snapshot.shards import Target, address, is_writer, load_tensors, local_piece, stored_tensors
+from octavo.store.snapshot.shards import (
+    Target,
+    address,
+    is_sharded,
+    is_writer,
+    load_tensors,
+    local_piece,
+    stored_tensors,
+)
 
 TRAINING, RANDOM, OPTIMIZER, MODEL, ADAPTER = "training", "random", "optimizer", "model", "adapter_model"
 
@@ -94,14 +103,15 @@ class TrainingState:
         if known is None or known[0] != key:
             files = {}
             for stem, tensors in groups.items():
+                # An adapter that every rank has whole is one file, as PEFT reads it.
+                writers = 1 if stem == ADAPTER and not any(map(is_sharded, tensors.values())) else world
                 mine = {
                     name: piece
                     for index, (name, value) in enumerate(tensors.items())
-                    if is_writer(value, 0 if stem == ADAPTER else index % world, rank)
-                    and (piece := local_piece(value)) is not None
+                    if is_writer(value, index % writers, rank) and (piece := local_piece(value)) is not None
                 }
                 if mine:
-                    files[_file(stem, rank, 1 if stem == ADAPTER else world, ".safetensors")] = mine
+                    files[_file(stem, rank, writers, ".safetensors")] = mine
             known = self._laid_out[kind, rank, world] = key, lay_out(files)
         return known[1]
 

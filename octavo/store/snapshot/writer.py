@@ -278,6 +278,7 @@ class SnapshotWriter:
     def _write_here(self, job: Job, layout: Layout) -> None:
         """Without a buffer: block by block through a small one, in this process."""
         started = time.monotonic()
+        job = replace(job, patience=self._patience or job.patience)
         try:
             write(self.folder, job, lambda plan: _through_memory(layout, plan), None, lambda: None)
             self.seconds = time.monotonic() - started

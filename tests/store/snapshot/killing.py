@@ -34,6 +34,7 @@ from octavo.store.snapshot.files import Files
 from octavo.store.snapshot.folder import SnapshotFolder
 from tests.store.snapshot.lives import EVERY, Training, live, load_lora
 
+MODELS = ("full", "sharded", "lora", "trainer-ddp", "trainer-ddp-lora", "trainer-fsdp", "trainer-fsdp-lora")
 PHASES = ("before", "middle", "after")
 
 
@@ -248,7 +249,11 @@ def run(kills: int, kind: str, root: Path, seed: int = 0, lora: nn.Module | None
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=30)
-    parser.add_argument("--model", choices=["full", "sharded", "lora", "trainer-ddp", "trainer-fsdp"], default="full")
+    parser.add_argument(
+        "--model",
+        choices=MODELS,
+        default="full",
+    )
     parser.add_argument("--demo", type=Path, help="folder of the model for lora")
     parser.add_argument("--root", type=Path)
     parser.add_argument("--seed", type=int, default=0)

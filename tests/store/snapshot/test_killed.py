@@ -42,7 +42,7 @@ def test_losses_are_those_of_a_run_nobody_killed(model, kills):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["trainer-ddp", "trainer-fsdp"])
+@pytest.mark.parametrize("model", ["trainer-ddp-lora", "trainer-fsdp"])
 def test_a_trainer_on_two_ranks_is_killed(model):
     """SnapshotCallback in Hugging Face's Trainer: accelerate's DDP and FSDP2 on gloo."""
     kill(model, 2)

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import threading
 import time
 
@@ -119,6 +120,35 @@ def test_an_error_shows_at_the_next_step_and_in_the_exit_code(new, tmp_path, cap
     with pytest.raises(RefusedError, match="the snapshot of step 6 failed; got No space left on device; on disk: 2"):
         snapshots.close()
     assert SnapshotFolder(snapshots.path).steps() == [2] and not list(snapshots.path.glob(".*.tmp"))
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """tmp_path/snapshots on a file system of 256 KB."""
+    path = tmp_path / "snapshots"
+    path.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "none", path], capture_output=True).returncode:
+        pytest.skip("no right to mount a file system")
+    yield path
+    subprocess.run(["umount", "-l", path], check=True)
+
+
+def test_a_disk_that_fills_up_while_training(new, small_disk, caplog):
+    """Said before the first snapshot; nothing half-written stays; training goes on, and saves once there is room."""
+    rest = small_disk / "rest"
+    rest.write_bytes(b"x" * (224 << 10))
+    snapshots, state = new(), make_state(64)
+    train(state, snapshots, snapshots.start(state), 3)
+    snapshots.writer.drain()
+    train(state, snapshots, 3, 4)
+    assert "and 3 snapshots more will take" in caplog.text
+    assert "snapshot of step 2 failed: No space left on device; last on disk: None" in caplog.text
+    snapshots.writer.drain()
+    assert SnapshotFolder(small_disk).steps() == [] and not list(small_disk.glob(".*.tmp"))
+    rest.unlink()
+    train(state, snapshots, 4, 6)
+    snapshots.close()
+    assert SnapshotFolder(small_disk).steps() == [6] and SnapshotFolder(small_disk).problem(6) is None
 
 
 def test_a_later_success_cures_and_stop_stops(new, tmp_path):
