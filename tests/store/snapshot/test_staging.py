@@ -1,14 +1,18 @@
 """Order of copies beside training, told by a lane that notes what is asked of it; what travels together; memory."""
 
 import contextlib
+import threading
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
+from octavo.store.snapshot.folder import SnapshotFolder
 from octavo.store.snapshot.host import HostBuffer, buffers_that_fit, free_memory
 from octavo.store.snapshot.layout import Piece, lay_out
 from octavo.store.snapshot.staging import JOINED, SMALL, CpuLane, runs, stage
 from octavo.store.snapshot.state import TrainingState
+from tests.store.snapshot.conftest import train
 
 
 class Told(CpuLane):
@@ -58,6 +62,65 @@ def test_the_buffers_of_a_model_are_found_among_its_tensors():
     held = lane.log.index("hold 4")
     assert lane.log[:held] == ["follow", "copy 8", "copy 32", "mark"]  # batches seen; mean and variance
     assert lane.log[held + 1 :] == ["copy 112", "mark"]
+
+
+class Latest(CpuLane):
+    """Copies as late as a stream may: when training comes to a point that waits for them."""
+
+    def __init__(self):
+        self.queue, self.done, self.changed, self.free = [], 0, threading.Condition(), False
+
+    def copy(self, target, source):
+        self.queue.append(lambda: target.copy_(source))
+
+    def join(self, sources):
+        joined = torch.empty(sum(len(source) for source in sources), dtype=torch.uint8)
+        self.queue.append(lambda: torch.cat(list(sources), out=joined))
+        return joined
+
+    def mark(self):
+        return self.done + len(self.queue)
+
+    def hold(self, mark):
+        with self.changed:
+            while self.done < mark:
+                self.queue.pop(0)()
+                self.done += 1
+            self.changed.notify_all()
+
+    def wait(self, mark):
+        with self.changed:
+            self.changed.wait_for(lambda: self.done >= mark or self.free)
+        self.hold(mark)
+
+    def release(self):
+        with self.changed:
+            self.free = True
+            self.changed.notify_all()
+
+
+def test_copies_that_run_at_the_last_moment_are_still_of_the_step(new, monkeypatch):
+    """The next forward changes the norm's statistics, the next update the rest: neither comes before its copy."""
+    lane = Latest()
+    monkeypatch.setattr("octavo.store.snapshot.writer.lane_for", lambda layout: lane)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    state = TrainingState(model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20))
+    snapshots, want = new(keep_last=9), {}
+    snapshots.start(state)
+    for step in range(5):
+        train(state, snapshots, step, step + 1)
+        want[step + 1] = {name: value.clone() for name, value in model.state_dict().items()}
+        want[step + 1] |= {
+            f"optimizer.{name}.exp_avg": optimizer.state[p]["exp_avg"].clone() for p, name in state.names.items()
+        }
+    lane.release()
+    snapshots.close()
+    for step in (2, 4):
+        folder = SnapshotFolder(snapshots.path).at(step)
+        found = load_file(folder / "model.safetensors") | load_file(folder / "optimizer.safetensors")
+        assert [name for name in want[step] if not torch.equal(found[name], want[step][name])] == []
 
 
 def test_without_buffers_the_forward_waits_for_nothing():
