@@ -32,7 +32,7 @@ from octavo.store.snapshot.snapshots import Snapshots
 from octavo.store.snapshot.state import Stateful, TrainingState
 
 COUNTERS = "trainer_state.json"
-HISTORY = 1000  # entries of the Trainer's log that a snapshot takes along
+HISTORY = 200  # entries of the Trainer's log that a snapshot takes along
 # What shapes the result of a Trainer; a resume with others is refused.
 SETTINGS = (
     *("learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm", "label_smoothing_factor"),
@@ -159,7 +159,7 @@ class SnapshotCallback(TrainerCallback):  # type: ignore[misc]
 
 def counters(state: TrainerState) -> str:
     """trainer_state.json, as the Trainer reads it, with the end of its log alone."""
-    values = dataclasses.asdict(state)
+    values = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}  # asdict copies all of it
     values["log_history"] = values["log_history"][-HISTORY:]
     return json.dumps(values)
 

@@ -1,5 +1,6 @@
 """SnapshotCallback in Trainer and TRL: bit for bit, with evaluation and epochs in between; size; refusals; signals."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -11,12 +12,13 @@ import pytest
 import torch
 from datasets import Dataset
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainerState, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from octavo.base.errors import ConfigError, MismatchError
 from octavo.integrations import SnapshotCallback
 from octavo.integrations.peft import get_peft_model, load_adapter, lora_config
+from octavo.integrations.snapshots import HISTORY, counters
 from octavo.integrations.transformers import load
 from octavo.store.snapshot.folder import SnapshotFolder
 from octavo.workflows.finetune import FinetuneConfig, finetune
@@ -153,6 +155,18 @@ def test_a_lora_snapshot_is_small_and_reads_as_an_adapter(tiny_llama, tmp_path):
     assert folder.best()["step"] == 2
     with pytest.raises(MismatchError, match=r"lora_A.weight; got \[8, 176\]; need \[4, 176\]"):
         run(lambda callbacks: build(callbacks, rank=8), tmp_path)
+
+
+def test_a_snapshot_takes_the_end_of_the_log_and_copies_no_more_of_it():
+    class Costly(dict):
+        def __deepcopy__(self, memo):
+            raise AssertionError("a copy of the whole log stops training for longer with every step")
+
+    state = TrainerState()
+    state.log_history = [Costly(step=step) for step in range(HISTORY + 5)]
+    found = json.loads(counters(state))
+    assert [entry["step"] for entry in found["log_history"]] == list(range(5, HISTORY + 5))
+    assert found.keys() == {field.name for field in dataclasses.fields(state)}
 
 
 def test_settings_and_base_are_compared(tiny_llama, tiny_llama_128, tmp_path):
