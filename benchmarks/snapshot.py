@@ -231,13 +231,6 @@ class Rival:
         return time.perf_counter() - self.started
 
 
-class KeptStager(DefaultStager):
-    """torch 2.11 closes the caller's stager after each save, which throws its pinned buffers away (2.13 does not)."""
-
-    def close(self) -> None:
-        pass
-
-
 def contestants(loop: Loop, folder: Path) -> dict[str, Callable[[], Any]]:
     def fresh(name: str, count: int) -> Path:
         shutil.rmtree(folder / name, ignore_errors=True)
@@ -252,9 +245,12 @@ def contestants(loop: Loop, folder: Path) -> dict[str, Callable[[], Any]]:
         options = StagingOptions(
             use_pinned_memory=gpu, use_shared_memory=gpu, use_async_staging=gpu, use_non_blocking_copy=gpu
         )
-        stager = KeptStager(options)
-        save = lambda n: dcp.async_save(loop.tensors(), checkpoint_id=str(fresh("stager", n)), async_stager=stager)  # noqa: E731
-        return Rival(save, lambda: DefaultStager.close(stager))
+
+        def save(count: int) -> Any:  # a stager a save: torch 2.11 empties the one it is given once the save is done
+            folder = str(fresh("stager", count))
+            return dcp.async_save(loop.tensors(), checkpoint_id=folder, async_stager=DefaultStager(options))
+
+        return Rival(save)
 
     def pinned_copy() -> Rival:
         sources = [value for value in loop.tensors().values() if value.numel()]

@@ -6,6 +6,8 @@ Products themselves are in `native`. What goes in and out is 16 bit, contiguous,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -15,12 +17,11 @@ from octavo.formats.reference import dequantize_ref, quantize_ref
 from octavo.formats.scaled import ScaledTensor
 from octavo.formats.spec import E4M3
 from octavo.kernels.cuda import loader
-from octavo.kernels.tiling import row_block
+from octavo.kernels.tiling import MAX_TOKENS, row_block
 from octavo.ops import native, w8a16
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 GATED_THREADS = 512
-GATED_ROWS = 4  # of a block in the backward pass
 MAX_NORM_WIDTH = 512 * 4 * 8  # what a block of norm.cu holds in registers
 
 
@@ -67,8 +68,7 @@ def gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> tuple[Scaled
     scale = torch.ones((3, m, 1), device=gate.device)
     if codes.numel():
         arguments = (gate, up, *(part for i in range(3) for part in (codes[i], scale[i])), np.int32(k))
-        variant = _gated(gate, activation, BACKWARD=0, ROUNDS=max(1, -(-k // (8 * GATED_THREADS))))
-        loader.launch(variant, (m,), GATED_THREADS, arguments, gate)
+        loader.launch(_gated(gate, activation, backward=False), (m,), GATED_THREADS, arguments, gate)
     first, second, third = (ScaledTensor(codes[i], scale[i], E4M3, PerRow()) for i in range(3))
     return first, second, third
 
@@ -95,10 +95,19 @@ def gated_backward(
         PerRow(),
     )
     if dh.numel():
-        arguments = dh, gate.codes, gate.scale, up.codes, up.scale, columns, dgate, dup, q.codes, q.scale
-        variant = _gated(dh, activation, BACKWARD=1, ROWS=GATED_ROWS)
-        loader.launch(variant, (-(-m // GATED_ROWS),), GATED_THREADS, (*arguments, np.int32(m), np.int32(k)), dh)
+        arguments = dh, gate.codes, gate.scale, up.codes, up.scale, columns, dgate, dup, q.codes, q.scale, np.int32(k)
+        loader.launch(_gated(dh, activation, backward=True), (m,), GATED_THREADS, arguments, dh)
     return dgate, dup, q
+
+
+def low_rank(q: ScaledTensor, adapters: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    """dequantize(q) [M, K] @ a [r, K]^T -> [M, r] of each adapter, straight from the codes where r is small."""
+    narrow = all(a.shape[0] <= MAX_TOKENS for a in adapters) and q.shape[1] % 16 == 0
+    if on_kernels(q.codes) and narrow:
+        return [w8a16.linear(a.to(dtype), q, None, "none", None).mT for a in adapters]
+    wide = dequantize(q, dtype)
+    together = wide @ torch.cat([a.to(dtype) for a in adapters]).mT
+    return list(together.split([a.shape[0] for a in adapters], dim=1))
 
 
 def dequantize(q: ScaledTensor, dtype: torch.dtype) -> torch.Tensor:
@@ -119,11 +128,11 @@ def on_kernels(x: torch.Tensor) -> bool:
     return x.is_cuda
 
 
-def _gated(x: torch.Tensor, activation: str, **more: int) -> loader.Variant:
+def _gated(x: torch.Tensor, activation: str, *, backward: bool) -> loader.Variant:
     defines = {
         "X_BF16": int(x.dtype == torch.bfloat16),
         "THREADS": GATED_THREADS,
+        "BACKWARD": int(backward),
         "GELU": int(activation == "gelu_tanh"),
-        **more,
     }
     return loader.Variant("gated.cu", tuple(defines.items()))

@@ -88,10 +88,10 @@ def fake_quantize(
     backend: str,
 ) -> torch.Tensor:
     """dequantize(quantize(x)) in the dtype of x; the gradient passes straight through, saturated values included."""
-    found = _matrix_kernels("quantize", x, x.dtype, spec, rows, cols, backend)
-    return found.dequantize(
-        found.quantize(x, scale, Rule(SPECS[spec], from_tile(rows, cols), method, scale_format)), x.dtype
-    )
+    there = _matrix_kernels("quantize", x, x.dtype, spec, rows, cols, backend)
+    back = _matrix_kernels("dequantize", x, x.dtype, spec, rows, cols, backend)
+    rule = Rule(SPECS[spec], from_tile(rows, cols), method, scale_format)
+    return back.dequantize(there.quantize(x, scale, rule), x.dtype)
 
 
 @fake_quantize.register_fake

@@ -155,10 +155,12 @@ class _Backward:
     ) -> None:
         self.projections, self.grads, self.q, self.lows, self.dtype = projections, grads, q, lows, dtype
         self.quantized = quantized
-        self.dlows = [
-            (grad @ p.b.to(dtype)).mul_(p.scaling) if p.b is not None else None
+        parts = [
+            (grad @ p.b.to(dtype)).mul_(p.scaling)
             for grad, p in zip(grads, projections, strict=True)
+            if p.b is not None
         ]
+        self.low_gradients = torch.cat(parts, dim=1) if parts else grads[0].new_empty(len(grads[0]), 0)
 
     def input_gradient(self) -> torch.Tensor:
         quantized = self.quantized
@@ -166,24 +168,22 @@ class _Backward:
             quantized = fused.quantize_tokens(*self.grads, columns=_row_scales(self.projections))[0]
         codes = fused.transposed(*(p.weight.codes for p in self.projections))
         dx = native.product_with_codes(quantized, codes, self.dtype)
-        adapted = [
-            (dlow, p.a.to(self.dtype))
-            for dlow, p in zip(self.dlows, self.projections, strict=True)
-            if dlow is not None and p.a is not None
-        ]
-        if adapted:  # one pass over dx for all of them
-            dx.addmm_(torch.cat([dlow for dlow, _ in adapted], dim=1), torch.cat([a for _, a in adapted]))
+        downs = [p.a.to(self.dtype) for p in self.projections if p.a is not None]
+        if downs:  # one pass over dx for all of them
+            dx.addmm_(self.low_gradients, torch.cat(downs))
         return dx
 
     def adapter_gradients(self, needed: Sequence[bool]) -> list[torch.Tensor | None]:
         found: list[torch.Tensor | None] = [None] * len(needed)
         if not any(needed):
             return found
-        wide = fused.dequantize(self.q, self.dtype)
-        for i, (p, grad, low, dlow) in enumerate(zip(self.projections, self.grads, self.lows, self.dlows, strict=True)):
-            if p.a is not None and p.b is not None and low is not None and dlow is not None:
-                found[2 * i] = (dlow.mT @ wide).to(p.a.dtype)
+        together = self.low_gradients.mT @ fused.dequantize(self.q, self.dtype)  # one pass over x for all of them
+        begin = 0
+        for i, (p, grad, low) in enumerate(zip(self.projections, self.grads, self.lows, strict=True)):
+            if p.a is not None and p.b is not None and low is not None:
+                found[2 * i] = together[begin : begin + p.a.shape[0]].to(p.a.dtype)
                 found[2 * i + 1] = (grad.mT @ low).mul_(p.scaling).to(p.b.dtype)
+                begin += p.a.shape[0]
         return found
 
 
@@ -193,14 +193,15 @@ def _outputs(
     """y [M, N_i], and x A^T [M, r_i] where there is an adapter."""
     outputs: list[torch.Tensor] = []
     lows: list[torch.Tensor | None] = []
-    wide = fused.dequantize(q, dtype) if any(p.a is not None for p in projections) else None
+    downs = [p.a for p in projections if p.a is not None]
+    found = iter(fused.low_rank(q, downs, dtype) if downs else [])
     for p in projections:
         y = native.scaled_mm(q, p.weight, dtype)
         if p.bias is not None:
             y += p.bias.to(dtype)
         low = None
-        if p.a is not None and p.b is not None and wide is not None:
-            low = wide @ p.a.to(dtype).mT
+        if p.a is not None and p.b is not None:
+            low = next(found)
             y.addmm_(low, p.b.to(dtype).mT, alpha=p.scaling)
         outputs.append(y)
         lows.append(low)

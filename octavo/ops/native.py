@@ -26,13 +26,15 @@ FAST_SUMS = 16384
 
 
 def quantize(x: torch.Tensor, scale: torch.Tensor | None, rule: Rule) -> ScaledTensor:
-    """x [M, K], 16 bit -> codes and scales per token or group of 128, the bits of the reference.
+    """x [..., K], 16 bit -> codes and scales per token or group of 128, the bits of the reference.
 
     Given scales, searched ones and powers of two are left to the reference.
     """
     if scale is not None or rule.method != "absmax" or rule.scale_format != "fp32":
         return reference.quantize(x, scale, rule)
-    return _quantize(x, rule)
+    q = _quantize(x.reshape(-1, x.shape[-1]), rule)
+    shape = rule.granularity.scale_shape(tuple(x.shape))
+    return ScaledTensor(q.codes.reshape(x.shape), q.scale.reshape(shape), q.spec, q.granularity)
 
 
 def linear(

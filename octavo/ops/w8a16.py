@@ -13,6 +13,7 @@ from octavo.formats.granularity import PerRow, PerTensor
 from octavo.formats.scaled import ScaledTensor
 from octavo.kernels.cuda import loader
 from octavo.kernels.tiling import Tile, w8a16_tile
+from octavo.ops import dequant
 
 
 def linear(
@@ -57,6 +58,8 @@ def linear_dx(grad: torch.Tensor, w: ScaledTensor) -> torch.Tensor:
 
 def dequantize(q: ScaledTensor, dtype: torch.dtype) -> torch.Tensor:
     """code * scale in float32, rounded once to `dtype`: the bits of the reference, NaN codes included."""
+    if q.codes.dim() != 2:  # stacked matrices, each with scales of its own
+        return dequant.dequantize(q, dtype)
     n, k = q.shape
     out = torch.empty((n, k), dtype=dtype, device=q.codes.device)
     defines = {"OUT_BF16": int(dtype == torch.bfloat16), "SCALES": _scales(q), "ALIGNED": int(k % 16 == 0)}

@@ -98,7 +98,6 @@ static float broadcast(float value, int lane) {
 static float exchange(float value, int mask) { return broadcast(value, threadIdx.x % 32 ^ mask); }
 
 static inline uint4 load_once(const void* address) { uint4 v; memcpy(&v, address, 16); return v; }
-static inline void forget(uint4&) {}
 static inline uint4 load_shared_by_all(const void* address) { return load_once(address); }
 static inline float rounded_product(float a, float b) { return a * b; }
 static inline uint32_t bits_of_float(float value) { uint32_t bits; memcpy(&bits, &value, 4); return bits; }

@@ -95,6 +95,17 @@ def test_gated_backward(both, k, activation):
     )
 
 
+@pytest.mark.parametrize("ranks", [(4,), (16, 8, 16), (20, 4)], ids=str)
+def test_low_rank_from_the_codes(both, ranks):
+    q = fused.quantize_tokens(values(9, 144))[0]
+    generator = torch.Generator().manual_seed(0)
+    adapters = [torch.randn(rank, 144, generator=generator) for rank in ranks]
+    found, want = both(fused.low_rank, q, adapters, torch.bfloat16)
+    for mine, theirs, a in zip(found, want, adapters, strict=True):
+        assert mine.shape == theirs.shape == (9, len(a))
+        assert_sqnr(mine, dequantize_ref(q).double() @ a.bfloat16().double().mT, FLOOR_DB["dequant", "bfloat16"])
+
+
 def test_nothing_to_do(both):
     empty = values(4, 64)[:0]
     for found in both(fused.gated, empty, empty, "silu"):

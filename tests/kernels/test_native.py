@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from octavo.base.errors import ShapeError
-from octavo.formats.granularity import PerBlock, PerRow, PerTensor
+from octavo.formats.granularity import PerBlock, PerGroup, PerRow, PerTensor
 from octavo.formats.recipe import Rule
 from octavo.formats.reference import dequantize_ref, quantize_ref
 from octavo.formats.spec import E4M3
-from octavo.ops import native, reference
+from octavo.ops import library, native, reference, w8a16
 from octavo.testing import FLOOR_DB, assert_sqnr, sqnr_db
 
 pytestmark = pytest.mark.usefixtures("on_host")
@@ -75,3 +75,22 @@ def test_scales_that_do_not_go_together():
     x, w = problem(3, 128, 128, PerBlock(128, 128))
     with pytest.raises(ShapeError, match="inputs per row; need group128"):
         native.scaled_mm(quantize_ref(x, E4M3, PerRow()), w, torch.bfloat16)
+
+
+@pytest.mark.parametrize("granularity", [PerRow(), PerGroup(128)], ids=str)
+@pytest.mark.parametrize("shape", [(144,), (3, 5, 144), (2, 3, 5, 16)], ids=str)
+def test_any_number_of_dimensions(shape, granularity):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    found, want = native.quantize(x, None, Rule(E4M3, granularity)), quantize_ref(x, E4M3, granularity)
+    assert torch.equal(found.codes, want.codes) and torch.equal(found.scale, want.scale)
+    for dtype in (torch.bfloat16, torch.float16):
+        assert torch.equal(w8a16.dequantize(want, dtype), dequantize_ref(want, dtype)) or granularity == PerGroup(128)
+
+
+def test_every_operation_asks_for_its_own_backend(monkeypatch):
+    """A backend that quantizes need not be able to dequantize: fake_quantize takes two."""
+    homes = {"quantize": native, "dequantize": reference}
+    monkeypatch.setattr(library, "kernels", lambda problem, device, backend: homes[problem.op])
+    x = torch.randn(5, 144, generator=torch.Generator().manual_seed(0)).bfloat16()
+    found = torch.ops.octavo.fake_quantize(x, None, "e4m3", 1, 0, "absmax", "fp32", "auto")
+    assert torch.equal(found, dequantize_ref(quantize_ref(x, E4M3, PerRow()), torch.bfloat16))

@@ -28,10 +28,6 @@ DEVICE uint4 load_once(const void* address) {
 // 16 bytes that other warps read too.
 DEVICE uint4 load_shared_by_all(const void* address) { return __ldg(static_cast<const uint4*>(address)); }
 
-// The same bits, which the compiler can no longer connect with what it computed from them: what is computed again costs no
-// registers in between.
-DEVICE void forget(uint4& v) { asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)); }
-
 // The value of the lane whose number differs by the bits of `mask`.
 DEVICE float exchange(float value, int mask) { return __shfl_xor_sync(0xFFFFFFFFu, value, mask); }
 

@@ -12,6 +12,9 @@
 // widths % 8 == 0, rows on 16-byte boundaries, and for tokens K <= 8 * THREADS * ROUNDS.
 #include "rows.cuh"
 
+#define IN_REGISTERS 4
+#define UNROLL (ROUNDS > IN_REGISTERS ? 1 : ROUNDS)
+
 #if GROUPED
 
 // 16 lanes a group; scale of (row, group) at row * row_stride + group * group_stride: cuBLAS wants them column by column.

@@ -5,9 +5,6 @@
 #include "device.cuh"
 
 #define INFINITE float_of_bits(0x7F800000u)
-// Rounds of 8 values that a thread keeps in registers; of more, the second look is at the cache.
-#define IN_REGISTERS 4
-#define UNROLL (ROUNDS > IN_REGISTERS ? 1 : ROUNDS)
 
 struct Values {
     float at[8];
@@ -32,8 +29,6 @@ DEVICE Values times(Values v, const float* columns) {
     for (int i = 0; i < 8; ++i) v.at[i] *= by[i];
     return v;
 }
-
-DEVICE uint2 load_codes(const u8* from) { return *reinterpret_cast<const uint2*>(from); }
 
 // The values of 8 codes, times `scale`. NaN codes read as +-480.
 DEVICE Values decoded(const uint2& codes, float scale) {
