@@ -107,7 +107,7 @@ def low_rank(q: ScaledTensor, adapters: Sequence[torch.Tensor], dtype: torch.dty
         return [w8a16.linear(a.to(dtype), q, None, "none", None).mT for a in adapters]
     wide = dequantize(q, dtype)
     together = wide @ torch.cat([a.to(dtype) for a in adapters]).mT
-    return list(together.split([a.shape[0] for a in adapters], dim=1))
+    return list(torch.split(together, [a.shape[0] for a in adapters], dim=1))
 
 
 def dequantize(q: ScaledTensor, dtype: torch.dtype) -> torch.Tensor:
