@@ -94,7 +94,7 @@ class SnapshotWriter:
         size, count = nbytes, buffers_that_fit(nbytes, self._processes)
         if count == 0:
             size, count = weights, buffers_that_fit(weights, self._processes) if weights else 0
-            but = f"; saves of the trained weights alone, {weights / 1e9:.1f} GB, still do not hold it" if count else ""
+            but = f"; saves of the trained weights alone, {weights / 1e9:.1f} GB, still run beside it" if count else ""
             logger().warning(
                 "host memory has no room for a snapshot of %.1f GB: it is written while training waits%s",
                 nbytes / 1e9,

@@ -255,7 +255,7 @@ def test_memory_for_the_weights_alone_saves_those_beside_training(new, monkeypat
     weights = state.layout("adapter", 0, 1).nbytes
     monkeypatch.setattr("octavo.store.snapshot.writer.buffers_that_fit", lambda n, *_: 2 if n <= weights else 0)
     train(state, snapshots, begin, 6)
-    assert "written while training waits; saves of the trained weights alone, 0.0 GB, still do not" in caplog.text
+    assert "written while training waits; saves of the trained weights alone, 0.0 GB, still run" in caplog.text
     assert [buffer.nbytes for buffer in snapshots.writer._buffers] == [weights] * 2
     snapshots.close()
     folder = SnapshotFolder(snapshots.path)
