@@ -12,15 +12,18 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import statistics
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from octavo.base.errors import UnsupportedError
 from octavo.base.hardware import caps_of
 from octavo.formats.granularity import PerBlock, PerRow
 from octavo.formats.recipe import Rule
@@ -68,13 +71,28 @@ def milliseconds(call: Callable[[ScaledTensor], object], weights: list[ScaledTen
 
 def with_tile(tile: Tile) -> Callable[..., torch.Tensor]:
     def linear(*args: object) -> torch.Tensor:
-        taken, w8a16.w8a16_tile = w8a16.w8a16_tile, lambda m, k: tile
+        taken, w8a16.w8a16_tile = w8a16.w8a16_tile, lambda m, n, k: tile
         try:
             return w8a16.linear(*args)
         finally:
             w8a16.w8a16_tile = taken
 
     return linear
+
+
+def compiled(tiles: list[Tile | None], x: torch.Tensor, w: ScaledTensor) -> list[Tile | None]:
+    """Those that fit the registers; several are compiled at once."""
+    loader.nvrtc_version()
+    sm = torch.cuda.get_device_capability(x.device)
+
+    def fits(tile: Tile | None) -> bool:
+        try:
+            return tile is not None and bool(loader.load(w8a16.few_tokens(tile, x.dtype, w), sm))
+        except UnsupportedError:
+            return False
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return [tile for tile, fitting in zip(tiles, pool.map(fits, tiles), strict=True) if fitting]
 
 
 def rivals(w: torch.Tensor) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
@@ -106,9 +124,9 @@ def run(n: int, k: int, tokens: list[int], sweep: bool) -> list[dict[str, object
             exact = x.double() @ dequantize_ref(weights[0]).double().mT
             base = milliseconds(lambda copy, x=x: torch.mm(x, copy.mT), wide)
             fitting = [tile for tile in TILES if m > 8 * (tile.tiles_m - 1)]
-            tiles = fitting if sweep and m <= MAX_TOKENS else [w8a16_tile(m, k)]
+            tiles = fitting if sweep and m <= MAX_TOKENS else [w8a16_tile(m, n, k)]
             if len(tiles) > 1:
-                loader.warm_up([w8a16.few_tokens(tile, x.dtype, weights[0]) for tile in tiles if tile], x.device)
+                tiles = compiled(tiles, x, weights[0])
             for tile in tiles:
                 ours = with_tile(tile) if tile else w8a16.linear
                 db = sqnr_db(ours(x, weights[0], None, "none", None), exact)

@@ -41,18 +41,20 @@ class Tile:
         return -(-n // self.rows), -(-m // self.tokens)
 
 
-# Up to 8 tokens cost what one costs. Beyond, x is read again for every block of rows: more rows a block.
-FEW, MORE = Tile(1, 1, 1, 8, 2), Tile(2, 2, 1, 8, 1)
+# Up to 8 tokens cost what one costs. Many rows fill the GPU with blocks, and then little in flight a warp is best
+# (measured on an H200, 28672 x 4096); few rows need more of K in flight. Beyond 8 tokens x is read again for every
+# block of rows: more rows a block.
+FEW, FEW_ROWS, MORE = Tile(1, 1, 1, 4, 1), Tile(1, 1, 1, 8, 2), Tile(2, 2, 1, 8, 1)
+MANY_ROWS = 8192
 
 
-def w8a16_tile(m: int, k: int) -> Tile | None:
-    """The tile for m >= 1 tokens, None where w8a16.cu does not take them.
-
-    By arithmetic (loads in flight, registers), not yet measured.
-    """
+def w8a16_tile(m: int, n: int, k: int) -> Tile | None:
+    """The tile for m >= 1 tokens and a weight [n, k], None where w8a16.cu does not take them."""
     if m > MAX_TOKENS or k % 16:
         return None
-    return FEW if m <= FEW.tokens else MORE
+    if m > FEW.tokens:
+        return MORE
+    return FEW if n >= MANY_ROWS else FEW_ROWS
 
 
 MAX_TOKEN_WIDTH = 512 * 8 * 8  # values of a row: threads, rounds of registers, values a load

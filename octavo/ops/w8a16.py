@@ -22,7 +22,7 @@ def linear(
     """x [M, K] @ w [N, K]^T + bias -> [M, N], float32 sums; few tokens: exact weights and one rounding."""
     m, (n, k) = x.shape[0], w.shape
     bias = bias.to(x.dtype).contiguous() if bias is not None else None
-    tile = w8a16_tile(m, k)
+    tile = w8a16_tile(m, n, k)
     if tile is None:
         wide = dequantize(w, x.dtype)
         return torch.addmm(bias, x, wide.mT) if bias is not None else x @ wide.mT

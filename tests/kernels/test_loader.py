@@ -6,7 +6,7 @@ import pytest
 
 from octavo.base.errors import UnsupportedError
 from octavo.kernels.cuda import loader
-from octavo.kernels.tiling import FEW, MORE
+from octavo.kernels.tiling import FEW, FEW_ROWS, MORE
 
 pytest.importorskip("cuda.core")
 ARCHITECTURES = ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"]
@@ -19,7 +19,9 @@ def w8a16(tile, x_bf16, e5m2, scales):
     )
 
 
-VARIANTS = [w8a16(tile, x_bf16, 0, scales) for tile in (FEW, MORE) for x_bf16 in (0, 1) for scales in (0, 1, 2)]
+VARIANTS = [
+    w8a16(tile, x_bf16, 0, scales) for tile in (FEW, FEW_ROWS, MORE) for x_bf16 in (0, 1) for scales in (0, 1, 2)
+]
 VARIANTS += [w8a16(FEW, x_bf16, 1, 1) for x_bf16 in (0, 1)]
 VARIANTS += [
     loader.Variant(

@@ -7,7 +7,7 @@ from octavo.formats.granularity import PerBlock, PerRow, PerTensor
 from octavo.formats.reference import dequantize_ref, quantize_ref
 from octavo.formats.scaled import ScaledTensor
 from octavo.formats.spec import E4M3, E5M2
-from octavo.kernels.tiling import FEW, MORE, Tile
+from octavo.kernels.tiling import FEW, FEW_ROWS, MANY_ROWS, MORE, Tile, w8a16_tile
 from octavo.ops import w8a16
 from octavo.testing import assert_sqnr
 
@@ -45,7 +45,7 @@ def test_product(granularity, dtype, m, n, k):
 
 @pytest.mark.parametrize("tile", [Tile(1, 1, 2, 2, 1), Tile(2, 1, 1, 4, 3), Tile(4, 2, 2, 1, 1)], ids=str)
 def test_other_tiles(tile, monkeypatch):
-    monkeypatch.setattr(w8a16, "w8a16_tile", lambda m, k: tile)
+    monkeypatch.setattr(w8a16, "w8a16_tile", lambda m, n, k: tile)
     x, q = problem(11, 150, 528, PerBlock(128, 128), torch.bfloat16)
     assert_sqnr(run(x, q), product(x, q), FLOOR_DB[torch.bfloat16])
 
@@ -121,7 +121,13 @@ def test_decoded_for_one_product(granularity, m, n, k):
     assert_sqnr(w8a16.linear_dx(grad, q), want, FLOOR_DB[torch.bfloat16] - 5)
 
 
-@pytest.mark.parametrize("tile", [FEW, MORE], ids=str)
+@pytest.mark.parametrize("tile", [FEW, FEW_ROWS, MORE], ids=str)
 def test_tiles_fit_every_gpu(tile):
     """99 KB of shared memory on sm86, 1024 threads."""
     assert tile.shared_bytes <= 48 * 1024 and tile.threads <= 1024
+
+
+@pytest.mark.parametrize("m, n, k, tile", [(1, 28672, 4096, FEW), (8, 4096, 14336, FEW_ROWS), (9, MANY_ROWS, 16, MORE)])
+def test_which_tile(m, n, k, tile):
+    assert w8a16_tile(m, n, k) == tile and tile.tokens >= min(m, 16)
+    assert w8a16_tile(17, n, k) is None and w8a16_tile(m, n, k + 8) is None
