@@ -1,7 +1,7 @@
 """Decoder layers of Transformers on the fused FP8 path: norm + QKV, O, norm + MLP, with PEFT's LoRA or without.
 
 Modules, names and state_dict stay what they are; only `forward` is bound anew, and each call asks again whether it can
-be fused: on a CPU, with dropout, with adapters merged or mixed, the layers run one by one as before.
+be fused: on a CPU, under torch.compile, with dropout or adapters merged or mixed, the layers run one by one as before.
 """
 
 from __future__ import annotations
@@ -147,6 +147,8 @@ def norm_of(norm: nn.Module | None) -> Norm | None:
 def projections_of(layers: Sequence[nn.Module], x: torch.Tensor) -> list[Projection] | None:
     """What the layers compute, or None where one of them is not fused for x."""
     kind = x.device.type
+    if torch.compiler.is_compiling():  # the ops of the plain layers compile; launches from inside a function do not
+        return None
     if x.dtype != torch.bfloat16 or (torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != x.dtype):
         return None
     found = []

@@ -167,6 +167,13 @@ def test_hooks_see_what_they_always_saw(plain):
     assert len(seen) == 4 and all(sqnr_db(mine, want) > 20 for mine, want in zip(seen[2:], seen[:2], strict=True))
 
 
+def test_a_compiled_model_is_one_graph(everywhere, plain):
+    model = build()
+    want = plain(model, input_ids=tokens()).logits
+    found = torch.compile(model, backend="eager", fullgraph=True)(input_ids=tokens()).logits
+    assert not everywhere and torch.equal(found, want)
+
+
 def test_not_known_not_touched(everywhere):
     assert fused.fuse(torch.nn.Linear(4, 4)) == 0
     model = build().base_model.model
