@@ -18,6 +18,9 @@ RunFile = Annotated[
     typer.Argument(metavar="RUN.yaml", help="Settings, with the names of the flags; flags win.", show_default=False),
 ]
 SCHEDULES = "linear|cosine|constant|constant_with_warmup"
+CompletionOnly = Annotated[
+    bool | None, option("Loss on answers only.", None, None, "--completion-only/--no-completion-only")
+]
 
 
 def finetune(
@@ -34,6 +37,7 @@ def finetune(
     policy: Policy = None,
     activation: Annotated[str | None, option("Round activations as served.", "none", ACTIVATIONS)] = None,
     scales: Annotated[Path | None, option("scales.json, for static activations.", None, "FILE")] = None,
+    moments: Annotated[Path | None, option("Of calibrate: compensated rounding of the base.", None, "DIR")] = None,
     rank: Annotated[int | None, option("Of LoRA.", 16)] = None,
     alpha: Annotated[float | None, option("Of LoRA.", 32)] = None,
     dropout: Annotated[float | None, option("Of LoRA.", 0.0)] = None,
@@ -55,9 +59,7 @@ def finetune(
     gradient_checkpointing: Annotated[
         bool | None, option("By default on GPUs.", None, None, "--gradient-checkpointing/--no-gradient-checkpointing")
     ] = None,
-    completion_only: Annotated[
-        bool | None, option("Loss on answers only.", None, None, "--completion-only/--no-completion-only")
-    ] = None,
+    completion_only: CompletionOnly = None,
     seed: Annotated[int | None, option("Of adapters and order.", 0)] = None,
     report_to: Annotated[list[str] | None, option("tensorboard, wandb, trackio.", None, "NAME")] = None,
     resume: Annotated[str | None, option("auto continues what is there.", "never", "never|auto|must")] = None,

@@ -115,8 +115,10 @@ def _open_run(
     if recipe is not None:
         fix = "Leave the scheme out, or evaluate the exported checkpoint."
         raise ConfigError(f"run {run.path} has quantized its base itself", got=f"scheme '{recipe.name}'", fix=fix)
+    calibrated = settings.get("moments")
     if settings["mode"] != "two-stage":
-        recipe = Recipe.named(settings["scheme"], activation=mode, scale_format=settings["scale_format"])
+        rule = {"scale_format": settings["scale_format"], "rounding": "compensated" if calibrated else "nearest"}
+        recipe = Recipe.named(settings["scheme"], activation=mode, **rule)
         recipe = run.read_policy().apply(recipe)
         scales = scales or settings["scales"]
     if recipe is not None and settings["mode"] == "fp8-aware":
@@ -124,7 +126,8 @@ def _open_run(
         model = load_merged(folder, recipe, device=device, dtype=dtype)
         return Opened(load_adapter(model, run.adapter).eval(), load_tokenizer(folder), folder)
     static = scales if mode == "static" else None
-    base = open_model(settings["model"], recipe=recipe, scales=static, device=device, dtype=dtype)
+    moments = Moments.open(calibrated, model=resolve_model(settings["model"])) if calibrated else None
+    base = open_model(settings["model"], recipe=recipe, scales=static, moments=moments, device=device, dtype=dtype)
     return Opened(load_adapter(base.model, run.adapter).eval(), base.tokenizer, base.folder)
 
 

@@ -12,7 +12,7 @@ import shutil
 import time
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pydantic
 
@@ -126,9 +126,7 @@ def export(config: ExportConfig) -> ExportReport:
     folder = resolve_model(config.model or _base_of(run))
     source = Checkpoint.open(folder)
     run.require_model(fingerprint(source))
-    if settings["mode"] == "fp8-aware" and config.merge != "original":
-        what, fix = "trained through the rounding of original weights plus adapter", "Use --merge original."
-        raise RefusedError(f"merge '{config.merge}'", got=f"a run {what}", fix=fix)
+    config = _as_trained(config, settings)
     adapter = Adapter.open(run.adapter)
     is_fp8 = "quantization_config" in source.config
     if is_fp8 and config.merge == "original":
@@ -160,6 +158,18 @@ def export(config: ExportConfig) -> ExportReport:
         shutil.rmtree(work, ignore_errors=True)
     report = _report(config, recipe, policies, adapter, merge, summary, time.monotonic() - started)
     return report.model_copy(update={"engines": foresight.engines})
+
+
+def _as_trained(config: ExportConfig, settings: dict[str, Any]) -> ExportConfig:
+    """With the moments that the run's base was rounded by, unless told otherwise. RefusedError for merges that would
+    round the base in another way than the run did."""
+    moments = settings.get("moments")
+    if config.merge != "original" and (settings["mode"] == "fp8-aware" or moments):
+        what = "trained over a base rounded with compensation" if moments else "trained through the rounding of the sum"
+        raise RefusedError(f"merge '{config.merge}'", got=f"a run {what}", fix="Use --merge original.")
+    if moments and not (config.moments or config.data or config.rounding == "nearest"):
+        return config.model_copy(update={"moments": Path(moments)})
+    return config
 
 
 def _moments(config: ExportConfig, source: Checkpoint) -> AbstractContextManager[Moments | None]:

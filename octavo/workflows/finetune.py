@@ -29,6 +29,7 @@ from octavo.modules.convert import convert
 from octavo.modules.frozen import FrozenFloat8Linear
 from octavo.modules.linear import Float8Linear
 from octavo.store.manifest import Manifest, fingerprint
+from octavo.store.moments import Moments
 from octavo.store.policy import Policy, PolicyEntry
 from octavo.store.run import RunFolder, whole_folder
 from octavo.store.scales import Scales
@@ -65,8 +66,9 @@ class FinetuneConfig(Config):
     quantizes; `fp8-aware` through the rounding of base + adapter, as export merges it. scheme, scale_format, skip,
     scales: how the base is quantized. activation: what the linears do to their inputs while training; `token`,
     `group128` and `static` imitate the served model. policy: policy.json of the model, from octavo tune; the run keeps
-    it, and export follows. rank, alpha, dropout, rslora, target_modules: of LoRA. warmup: steps, or a share of them if
-    below 1. max_steps: instead of epochs. packing: cut samples of exactly `context` tokens from the joined text
+    it, and export follows. moments: of the model, from octavo calibrate: its rounding is compensated. rank, alpha,
+    dropout, rslora, target_modules: of LoRA. warmup: steps, or a share of them if below 1. max_steps: instead of
+    epochs. packing: cut samples of exactly `context` tokens from the joined text
     (default for texts). completion_only: count the loss on answers only (default where the data says prompt and
     completion). gradient_checkpointing: default on GPUs. resume: `auto` continues `out` where it has something to
     continue, `must` insists, `never` wants a new folder. save_every: steps that a kill costs at most; a snapshot is due
@@ -87,6 +89,7 @@ class FinetuneConfig(Config):
     policy: Path | None = None
     activation: str = "none"
     scales: Path | None = None
+    moments: Path | None = None
     rank: int = pydantic.Field(16, ge=1)
     alpha: float = pydantic.Field(32, gt=0, le=1e6)
     dropout: float = pydantic.Field(0.0, ge=0, lt=1)
@@ -131,6 +134,8 @@ class FinetuneConfig(Config):
         if self.mode == "fp8-aware" and (self.activation == "static" or self.dropout):
             got = "activation 'static'" if self.activation == "static" else f"dropout {self.dropout:g}"
             raise ConfigError("mode fp8-aware", got=got, need="activation none, token or group128, and no dropout")
+        if self.moments is not None and self.mode != "lora":
+            raise ConfigError(f"moments in mode {self.mode}", got="a base in 16 bit", fix="Give them to octavo export.")
         if self.mode == "two-stage" and self.activation != "none":
             raise ConfigError("activation in mode two-stage", got=f"'{self.activation}'", need="'none'")
         if self.dora:
@@ -149,7 +154,8 @@ class FinetuneConfig(Config):
         """The recipe of the base. ConfigError for an unknown scheme, scale format or activation."""
         if self.activation not in ACTIVATIONS:
             raise ConfigError(f"activation '{self.activation}' is unknown", need=", ".join(ACTIVATIONS))
-        return Recipe.named(self.scheme, activation=self.activation, skip=self.skip, scale_format=self.scale_format)
+        rule = {"scale_format": self.scale_format, "rounding": "compensated" if self.moments else "nearest"}
+        return Recipe.named(self.scheme, activation=self.activation, skip=self.skip, **rule)
 
 
 class FinetuneReport(Report):
@@ -216,8 +222,7 @@ def finetune(config: FinetuneConfig) -> FinetuneReport:
         from octavo.integrations.snapshots import save_adapter
 
         save_adapter(wrapped, work)
-    losses, done = trainer.recorder.losses, steps - (began or 0)
-    figures = _layers(wrapped)
+    losses, done, figures = trainer.recorder.losses, steps - (began or 0), _layers(wrapped)
     after = None if windows is None else _held_out_perplexity(wrapped, windows)
     report = FinetuneReport(
         run=str(config.out),
@@ -299,9 +304,9 @@ def _base(config: FinetuneConfig, folder: Path, checkpoint: Checkpoint, recipe: 
     if config.mode == "fp8-aware":
         return load_merged(folder, recipe, device=config.device, dtype=dtype)
     scales = Scales.load(config.scales, model=checkpoint) if config.scales else None
-    return load_base(
-        folder, recipe if config.mode == "lora" else None, device=config.device, dtype=dtype, scales=scales
-    )
+    moments = Moments.open(config.moments, model=checkpoint) if config.moments else None
+    rule = recipe if config.mode == "lora" else None
+    return load_base(folder, rule, device=config.device, dtype=dtype, scales=scales, moments=moments)
 
 
 def _decide(config: FinetuneConfig, checkpoint: Checkpoint, source: str) -> tuple[Recipe, Policy]:
@@ -378,11 +383,8 @@ def _layers(model: Any) -> tuple[int, int, int]:
     from octavo.integrations.peft import adapted_layers
 
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return (
-        trainable,
-        len(adapted_layers(model)),
-        sum(isinstance(m, Float8Linear | FrozenFloat8Linear) for m in model.modules()),
-    )
+    fp8 = sum(isinstance(m, Float8Linear | FrozenFloat8Linear) for m in model.modules())
+    return trainable, len(adapted_layers(model)), fp8
 
 
 def _tokens_per_step(config: FinetuneConfig) -> int:
@@ -392,7 +394,7 @@ def _tokens_per_step(config: FinetuneConfig) -> int:
 def _warnings(config: FinetuneConfig) -> list[str]:
     if (tokens := _tokens_per_step(config)) >= TINY_BATCH:
         return []
-    times = -(-TINY_BATCH // tokens)
-    text = f"an optimizer step sees at most {tokens} tokens: for a run that counts, raise accumulation {times} times"
+    more = f"raise accumulation {-(-TINY_BATCH // tokens)} times"
+    text = f"an optimizer step sees at most {tokens} tokens: for a run that counts, {more}"
     logger().warning(text)
     return [text]

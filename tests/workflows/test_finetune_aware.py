@@ -1,11 +1,13 @@
-"""Mode fp8-aware: the model that trains is, bit for bit, the model that an export rounded to nearest is."""
+"""Mode fp8-aware trains, bit for bit, what an export rounded to nearest is; runs over a base rounded by moments."""
 
 import pytest
 import torch
 
 from octavo.base.errors import ConfigError, RefusedError
 from octavo.integrations import measuring
+from octavo.integrations.moments import moments_of
 from octavo.integrations.peft import MergedLoraLinear
+from octavo.integrations.transformers import load
 from octavo.modules.frozen import FrozenFloat8Linear
 from octavo.ops.quantize import fake_quantize
 from octavo.store.run import RunFolder
@@ -86,3 +88,24 @@ def test_what_cannot_be_exported_as_trained_is_refused(tiny_llama, tiny_moe, tmp
         with pytest.raises(RefusedError, match="trained through the rounding"):
             export(ExportConfig(run=run, out=tmp_path / "out", merge=merge))
     assert RunFolder(run).read_config()["mode"] == "fp8-aware"
+
+
+def test_a_base_rounded_with_compensation(tiny_llama, tmp_path):
+    """The run, whoever opens it, and its export stand on the same moments."""
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 80)
+    moments = moments_of(tiny_llama, text, tmp_path / "m", samples=4, context=32, weighting="none")
+    report, run = train(tiny_llama, tmp_path, mode="lora", moments=tmp_path / "m")
+    assert report.fp8_layers == report.adapted_layers == 14
+    base = load(tiny_llama, "channel", dtype=torch.float32, rounding="compensated", moments=moments)
+    opened = dict(measuring.open_model(run).model.named_modules())
+    for name, module in base.named_modules():
+        if isinstance(module, FrozenFloat8Linear):
+            assert torch.equal(module.weight, opened[f"base_model.model.{name}.base_layer"].weight), name
+    exported = export(ExportConfig(run=run, out=tmp_path / "out"))
+    assert exported.rounding == "compensated" and exported.output_kept > 0.9
+    assert export(ExportConfig(run=run, out=tmp_path / "nearest", rounding="nearest")).rounding == "nearest"
+    with pytest.raises(RefusedError, match="over a base rounded with compensation"):
+        export(ExportConfig(run=run, out=tmp_path / "none", merge="none"))
+    with pytest.raises(ConfigError, match="moments in mode two-stage"):
+        train(tiny_llama, tmp_path, mode="two-stage", moments=tmp_path / "m")
