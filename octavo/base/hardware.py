@@ -6,8 +6,10 @@ programming guide. FP8 tensor cores: SM89 and later; MXFP8 block scales in the t
 
 from __future__ import annotations
 
+import ctypes
 import re
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 from octavo.base.errors import ConfigError, did_you_mean
@@ -18,11 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, order=True)
 class HardwareCaps:
-    """sm: compute capability, (0, 0) for a CPU. memory: bytes, 0 if unknown. name: for messages."""
+    """sm: compute capability, (0, 0) for a CPU. memory: bytes, 0 if unknown. name: for messages. cuda: major version of
+    CUDA that the driver runs, 0 if unknown, as for a GPU that is not here.
+    """
 
     sm: tuple[int, int]
     name: str
     memory: int = 0
+    cuda: int = 0
 
     @property
     def is_cuda(self) -> bool:
@@ -102,4 +107,16 @@ def caps_of(device: torch.device | str | None = None) -> HardwareCaps:
     if device.type != "cuda":
         return CPU
     properties = torch.cuda.get_device_properties(device)
-    return HardwareCaps((properties.major, properties.minor), properties.name, properties.total_memory)
+    sm = properties.major, properties.minor
+    return HardwareCaps(sm, properties.name, properties.total_memory, driver_cuda())
+
+
+@cache
+def driver_cuda() -> int:
+    """The major version of CUDA that the installed driver runs (cuDriverGetVersion); 0 where there is no driver."""
+    version = ctypes.c_int(0)
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))  # 13000 for 13.0
+    except (OSError, AttributeError):
+        return 0
+    return version.value // 1000

@@ -246,8 +246,11 @@ def _refuse_kernels(problem: Problem, caps: HardwareCaps, least: tuple[int, int]
         reasons.append(f"16-bit inputs, these are {problem.dtype}")
     if not (problem.m and problem.n and problem.k):
         reasons.append(f"nothing to do for M={problem.m} N={problem.n} K={problem.k}")
-    if version_of("cuda-core") is None:
-        reasons.append(f"compiles with cuda-core, which is not installed: {pip_line('gpu')}")
+    missing = [name for name in ("cuda-core", "cuda-bindings") if version_of(name) is None]
+    if missing:
+        reasons.append(f"compiles with {' and '.join(missing)}, which is not installed: {pip_line('gpu')}")
+    elif caps.cuda and (compiler := int((version_of("cuda-bindings") or "0").split(".")[0])) > caps.cuda:
+        reasons.append(f"compiles for CUDA {compiler}, the driver runs CUDA {caps.cuda}: update it")
     return reasons
 
 

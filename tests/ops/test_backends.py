@@ -1,5 +1,6 @@
 """Choosing a kernel is pure: tables for GPUs nobody here has."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -133,6 +134,17 @@ def test_what_our_kernels_refuse(backend, change, reason):
 def test_what_our_kernels_take(backend, least, problem):
     assert choose(problem, fake_caps(least), backend=backend).backend == backend
     assert "sm75" in str(BACKENDS[backend].refuse(problem, fake_caps("t4")))
+
+
+@pytest.mark.parametrize("op", ["linear", "quantize"])
+def test_an_old_driver_gets_the_plain_backend(op, monkeypatch):
+    """Code for CUDA 13 does not load on a driver of CUDA 12: the reason is said before, not by an error in a launch."""
+    old, new, elsewhere = (dataclasses.replace(fake_caps("h200"), cuda=major) for major in (12, 13, 0))
+    choice = choose(Problem(op, "cuda"), old)
+    assert choice.backend == "dequant" and "the driver runs CUDA 12: update it" in str(choice)
+    assert all(choose(Problem(op, "cuda"), caps).backend in ("w8a16", "native") for caps in (new, elsewhere))
+    monkeypatch.setattr(backends, "version_of", lambda name: None)
+    assert "compiles with cuda-core and cuda-bindings, which is not installed" in str(choose(Problem(op, "cuda"), new))
 
 
 def test_why():
