@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,8 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from timing import graph_milliseconds
+
 from octavo import PerGroup, Rule
 from octavo.formats.scaled import ScaledTensor
 from octavo.formats.spec import E4M3
@@ -26,27 +27,6 @@ from octavo.ops import fused, native, w8a16
 
 HIDDEN, INNER, HEADS = 4096, 14336, 1024
 GROUP = Rule(E4M3, PerGroup(128))
-
-
-def microseconds(call: Callable[[], object], repeat: int = 10, rounds: int = 7) -> float:
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for _ in range(repeat):
-            call()
-    times = []
-    for _ in range(rounds):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        stop.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop) / repeat * 1e3)
-    return statistics.median(times)
 
 
 def main() -> int:
@@ -61,7 +41,7 @@ def main() -> int:
 
     def show(name: str, call: Callable[[], object], *, nbytes: int = 0, flops: int = 0) -> None:
         try:
-            took = microseconds(call)
+            took = 1e3 * graph_milliseconds([call] * 10, rounds=7)
         except Exception as error:
             print(f"{name:52} {type(error).__name__}: {str(error)[:80]}", flush=True)
             return

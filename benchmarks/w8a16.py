@@ -13,15 +13,17 @@ import argparse
 import itertools
 import json
 import os
-import statistics
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from timing import graph_milliseconds
 
 from octavo.base.errors import UnsupportedError
 from octavo.base.hardware import caps_of
@@ -47,26 +49,9 @@ TILES = [
 ]
 
 
-def milliseconds(call: Callable[[ScaledTensor], object], weights: list[ScaledTensor], rounds: int = 30) -> float:
-    """The median time of one call: one CUDA graph over all copies of the weight, replayed."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for w in weights:  # compiles and allocates before capture
-            call(w)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for w in weights:
-            call(w)
-    times = []
-    for _ in range(rounds):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        stop.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop) / len(weights))
-    return statistics.median(times)
+def milliseconds(call: Callable[[ScaledTensor], object], weights: list[ScaledTensor]) -> float:
+    """The median time of one call, the copies of the weight in turn."""
+    return graph_milliseconds([partial(call, w) for w in weights], rounds=30)
 
 
 def with_tile(tile: Tile) -> Callable[..., torch.Tensor]:
