@@ -6,11 +6,11 @@ import re
 
 # torch's allocators, the CUDA runtime under it, libraries that allocate by themselves, NCCL around them, the host.
 _FORMS = re.compile(
-    r"(CUDA|HIP|XPU) out of memory"
-    r"|CUDA error: out of memory|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY"
+    r"(CUDA|HIP|XPU)\w*\]?( (driver |runtime )?(error|failure|failed))?( \d+)?:? '?out of memory"
+    r"|(cuda|hip)ErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY"
     r"|OutOfMemoryError"
-    r"|CU(BLAS|DNN|SOLVER|SPARSE)\w*_STATUS_ALLOC_FAILED"
-    r"|nccl\w*Error[\s\S]{0,400}out of memory|Cuda failure \d* ?'out of memory'"
+    r"|CU(BLAS|DNN|SOLVER|SPARSE)\w*_STATUS_\w*ALLOC(ATION)?_FAILED|CUFFT_ALLOC_FAILED"
+    r"|nccl\w*Error[\s\S]{0,400}(out of memory|Failed to CUDA [cm]alloc)"
     r"|DefaultCPUAllocator: (can't|not enough)"
     r"|\bMemoryError\b|std::bad_alloc|Cannot allocate memory|unable to allocate"
     r"|memory allocation of \d+ bytes failed"

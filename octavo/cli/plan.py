@@ -40,7 +40,7 @@ def plan(
     budget: Annotated[float | None, option("USD for the whole run.")] = None,
     deadline: Annotated[float | None, option("Hours for the whole run.")] = None,
     spot: Annotated[bool | None, option("Spot prices.", False, None, "--spot/--no-spot")] = None,
-    prices: Annotated[Path | None, option("YAML: instance type to USD an hour.", None, "FILE")] = None,
+    prices: Annotated[Path | None, option("YAML: instance type, or GPU, to USD an hour.", None, "FILE")] = None,
     tokens: Annotated[str | None, option("Length of the run: 20M.")] = None,
     order: Annotated[str | None, option("What the best is best in.", "cost", "cost|time|tokens/s")] = None,
     top: Annotated[int | None, option("Rows.", 10)] = None,
@@ -79,34 +79,31 @@ def _lines(report: PlanReport, written: Path | None) -> list[object]:
         )
     ]
     if report.options:
-        columns = _COLUMNS if report.steps else _COLUMNS[:-2]
+        columns = _COLUMNS + (("hours", "USD") if report.steps else ("USD/Mtok",))
         for title, options in (("Best of each place", report.options), ("Not beaten in time and cost", report.pareto)):
-            lines.append(table(columns, [_row(one)[: len(columns)] for one in options], title))
+            lines.append(table(columns, [_row(one) for one in options], title))
         lines += _detail(report.options[0])
-    lines += [f"not {_where(r.where, r.what)}: {r.reason}" for r in report.rejected[:REASONS]]
-    if (more := len(report.rejected) - REASONS) > 0:
-        lines.append(f"and {more} more that do not fit: --json lists them")
+    lines += _rejected(report)
     lines += [f"note: {note}" for note in report.notes]
     first = "" if written else "the same with --write run.yaml, then "
     return lines + ([f"next: {first}{report.command}"] if report.command else [])
 
 
-_COLUMNS = ("where", "how", "GiB", "s/step", "MFU", "USD/Mtok", "hours", "USD")
+_COLUMNS = ("where", "how", "GiB", "s/step", "MFU")
 
 
 def _row(one: Option) -> list[object]:
     how = [one.precision, f"{one.micro_batch}x{one.accumulation}"]
     how += ["ckpt"] if one.checkpointing == "full" else [] if one.checkpointing == "none" else [one.checkpointing]
     how += [one.sharding] if one.gpus > 1 else []
+    money = [_money(one.usd_per_million_tokens)] if one.hours is None else [f"{one.hours:.3g}", _money(one.cost_usd)]
     return [
         one.where,
         " ".join(how),
-        f"{one.memory_gib:.0f} of {one.usable_gib:.0f}",
+        f"{one.memory_gib:.0f}/{one.usable_gib:.0f}",
         f"{one.seconds_per_step:.3g}",
         f"{one.mfu:.0%}",
-        _money(one.usd_per_million_tokens),
-        "-" if one.hours is None else f"{one.hours:.3g}",
-        _money(one.cost_usd),
+        *money,
     ]
 
 
@@ -122,8 +119,18 @@ def _detail(one: Option) -> list[object]:
     return lines + [f"note: {note}" for note in one.notes]
 
 
-def _where(where: str, what: str) -> str:
-    return f"{where}, {what}" if what else where
+def _rejected(report: PlanReport) -> list[object]:
+    """Each reason once, with all places that it holds for."""
+    places: dict[tuple[str, str], list[str]] = {}
+    for one in report.rejected:
+        places.setdefault((one.what, one.reason), []).append(one.where)
+    lines: list[object] = [
+        f"not {', '.join((*where, what) if what else where)}: {reason}"
+        for (what, reason), where in list(places.items())[:REASONS]
+    ]
+    if more := sum(len(where) for where in list(places.values())[REASONS:]):
+        lines.append(f"and {more} more that do not fit: --json lists them")
+    return lines
 
 
 def _money(value: float | None) -> str:

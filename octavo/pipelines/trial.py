@@ -67,7 +67,12 @@ def trial(
         logger().warning("%s is not supported here: %s", choice["scheme"], search.tried[-1].detail)
     passed = [one for one in tried if one.outcome == "ok"]
     if not passed and not any(one.outcome in TOO_LARGE for one in tried):
-        raise UnsupportedError("trial: no candidate ran", got="; ".join(dict.fromkeys(one.detail for one in tried)))
+        late = any(one.outcome == "timeout" for one in tried)
+        raise UnsupportedError(
+            "trial: no candidate ran",
+            got="; ".join(dict.fromkeys(one.detail for one in tried)),
+            fix="Give a candidate more time: --trial-seconds." if late else "",
+        )
     best = max(passed, key=lambda one: one.micro_batch, default=None)
     return TrialReport(
         device=device,

@@ -16,16 +16,19 @@ import pydantic
 
 from octavo.base.errors import ConfigError, require_type
 from octavo.base.report import Config, atomic_write, read_yaml
+from octavo.workflows.planner.config import LARGEST
 from octavo.workflows.planner.model import Model
 from octavo.workflows.planner.report import PlanReport, Rejection, option
 from octavo.workflows.planner.search import Candidate, Limits, Rejected, pareto, per_place, search
 from octavo.workflows.planner.setup import Loss, Setup
+from octavo.workflows.planner.shapes import FAMILIES
 from octavo.workflows.planner.source import hub_id, read_model
-from octavo.workflows.planner.tables import GIB, Machine, gpu_named, instances
+from octavo.workflows.planner.tables import GIB, Machine, gpu_named, instances, priced
 from octavo.workflows.planner.timing import fp8_shapes
 
 _SUFFIX = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 COUNTS = (1, 2, 4, 8)  # of GPUs that are not an instance
+MOST_SEQUENCES = 65536  # of one optimizer step; each GPU needs one
 
 
 class PlanConfig(Config):
@@ -36,30 +39,30 @@ class PlanConfig(Config):
     none and full. loss: `tiled`, as the trainer of octavo finetune takes the head; `plain`, all logits at once;
     `liger`. gpu: names; instance: globs such as g7e.*; neither: all instances. max_memory_per_gpu: GiB. budget: USD,
     deadline: hours, both for `tokens` tokens (20M is understood). spot: spot prices instead of on-demand ones. prices:
-    YAML of instance type: USD an hour. top: rows. write: where to put the run.yaml that octavo finetune takes, with
-    `data` and `out` if they are given.
+    YAML of instance type, or of GPU: USD an hour. top: rows. write: where to put the run.yaml that octavo finetune
+    takes, with `data` and `out` if they are given.
     """
 
     model: str
     method: Literal["lora", "full"] = "lora"
     precision: Literal["auto", "bf16", "fp8"] = "auto"
     scheme: Literal["channel", "block128", "tensor"] = "channel"
-    rank: int = pydantic.Field(16, ge=1)
+    rank: int = pydantic.Field(16, ge=1, le=LARGEST)
     target_modules: tuple[str, ...] = ()
-    context: int = pydantic.Field(1024, ge=2)
-    batch: int = pydantic.Field(8, ge=1, le=65536)
+    context: int = pydantic.Field(1024, ge=2, le=LARGEST)
+    batch: int = pydantic.Field(8, ge=1, le=MOST_SEQUENCES)
     checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
     loss: Loss = "tiled"
     saved_fp8: bool = False
     gpu: tuple[str, ...] = ()
     instance: tuple[str, ...] = ()
     max_memory_per_gpu: float | None = pydantic.Field(None, gt=0)
-    max_gpus: int | None = pydantic.Field(None, ge=1)
+    max_gpus: int | None = pydantic.Field(None, ge=1, le=MOST_SEQUENCES)
     budget: float | None = pydantic.Field(None, gt=0)
     deadline: float | None = pydantic.Field(None, gt=0)
     spot: bool = False
     prices: Path | None = None
-    tokens: int | None = pydantic.Field(None, ge=1)
+    tokens: int | None = pydantic.Field(None, ge=1, le=10**18)
     order: Literal["cost", "time", "tokens/s"] = "cost"
     top: int = pydantic.Field(10, ge=1)
     data: str | None = None
@@ -70,12 +73,16 @@ class PlanConfig(Config):
     @classmethod
     def _split(cls, value: Any) -> Any:
         parts = [value] if isinstance(value, str) else value
-        return tuple(name.strip() for part in parts for name in str(part).split(",") if name.strip())
+        names = tuple(name.strip() for part in parts for name in str(part).split(",") if name.strip())
+        if parts and not names:
+            raise ValueError("it names nothing; leave it out to allow everything")
+        return names
 
     @pydantic.field_validator("tokens", mode="before")
     @classmethod
     def _count(cls, value: Any) -> Any:
-        match = re.fullmatch(r"([\d.]+)\s*([kmb]?)", str(value).lower()) if isinstance(value, str) else None
+        text = value.lower() if isinstance(value, str) else ""
+        match = re.fullmatch(r"(\d{1,20}(?:\.\d{1,20})?)\s*([kmb]?)", text)
         return round(float(match[1]) * _SUFFIX[match[2]]) if match else value
 
     @pydantic.model_validator(mode="after")
@@ -140,7 +147,10 @@ def _machines(config: PlanConfig) -> list[Machine]:
     names = [gpu_named(name) for name in config.gpu]
     if config.gpu and not config.instance:
         counts = [n for n in COUNTS if n <= (config.max_gpus or COUNTS[-1])]
-        return [Machine("", gpu, count) for gpu in names for count in counts]
+        each = [(gpu, prices.get(gpu.name)) for gpu in names]
+        return [
+            Machine("", gpu, count, price=None if usd is None else usd * count) for gpu, usd in each for count in counts
+        ]
     found = instances(config.instance, config.spot, prices)
     kept = [machine for machine in found if not names or machine.gpu in names]
     if not kept:
@@ -152,12 +162,12 @@ def _machines(config: PlanConfig) -> list[Machine]:
 
 
 def _prices(path: Path) -> dict[str, float]:
-    """Instance type -> USD an hour. ConfigError for what is no price."""
+    """Instance type or GPU -> USD an hour. ConfigError for what is no price, and for a price of nothing known."""
     found = read_yaml(path)
     for name, price in found.items():
         if isinstance(price, bool) or not isinstance(price, int | float) or not 0 < price < math.inf:
             raise ConfigError(f"{path}: {name}", got=repr(price), need="USD an hour, above 0")
-    return {name: float(price) for name, price in found.items()}
+    return {priced(name): float(price) for name, price in found.items()}
 
 
 def _setups(config: PlanConfig) -> list[Setup]:
@@ -232,6 +242,8 @@ def _notes(config: PlanConfig, model: Model, found: list[Candidate], rejected: l
         notes.append(f"context {config.context} is longer than the {model.longest} tokens the model was made for")
     if config.precision != "bf16" and (odd := fp8_shapes(model, config.scheme)):
         notes.append(f"FP8 products cannot take {'; '.join(odd[:3])}: these layers run in 16 bit")
+    if (kind := str(model.text.get("model_type"))) not in FAMILIES:
+        notes.append(f"activations of '{kind}' are unknown and counted as those of a Llama of these sizes: try --trial")
     if "tower" in model.by_role:
         notes.append("the vision tower is counted as frozen weights; activations are those of text")
     best = found[0] if found else None

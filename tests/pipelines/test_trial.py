@@ -20,10 +20,19 @@ OOM_TEXTS = {
     "old torch": "RuntimeError: CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0; 23.69 GiB total capacity)",
     "runtime": "RuntimeError: CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
     "driver": "CUDA_ERROR_OUT_OF_MEMORY: out of memory",
+    "growing segments": "RuntimeError: CUDA driver error: out of memory",
+    "triton": "RuntimeError: Triton Error [CUDA]: out of memory",
+    "hip": "RuntimeError: HIP error: out of memory",
+    "another library": "RuntimeError: cudaMalloc failed: out of memory",
     "cublas": "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
     "cudnn": "RuntimeError: cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
     "nccl": "torch.distributed.DistBackendError: NCCL error, ncclUnhandledCudaError: Call to CUDA function failed.\n"
     "Last error:\nCuda failure 2 'out of memory'",
+    "cudnn 9": "RuntimeError: cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    "cufft": "RuntimeError: cuFFT error: CUFFT_ALLOC_FAILED",
+    "nccl, older": "NCCL WARN Cuda failure 'out of memory'",
+    "nccl, itself": "torch.distributed.DistBackendError: ncclUnhandledCudaError: Call to CUDA function failed.\n"
+    "Last error:\nFailed to CUDA calloc async 608 bytes",
     "cpu": "RuntimeError: [enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: "
     "you tried to allocate 99 bytes. Error code 12 (Cannot allocate memory)",
     "python": "MemoryError",
@@ -35,6 +44,9 @@ OTHER_TEXTS = {
     "assert": "RuntimeError: CUDA error: device-side assert triggered",
     "shape": "RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x3 and 2x5)",
     "key": "KeyError: 'memory'",
+    "illegal": "RuntimeError: CUDA error: an illegal memory access was encountered",
+    "shared memory": "triton.runtime.errors.OutOfResources: out of resource: shared memory, Required: 300",
+    "advice": "ValueError: no such size. UserWarning: CUDA graphs may run out of memory",
     "nccl": "ncclSystemError: System call (e.g. socket, malloc) or external library call failed",
 }
 GOOD = {"steps": 3, "peak_bytes": 1e9, "seconds_per_step": 0.5, "gradient_norm": 1.0, "alloc_retries": 0}

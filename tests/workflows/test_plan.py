@@ -13,7 +13,9 @@ from octavo.base.errors import ConfigError
 from octavo.cli import main
 from octavo.workflows.plan import PlanConfig, plan
 from octavo.workflows.planner import search as searching
+from octavo.workflows.planner.model import Model
 from octavo.workflows.planner.tables import backend, gpus
+from tests.workflows.planner.test_model import write_headers
 
 EIGHT_B = {"model": "Llama-3.1-8B", "context": 4096, "batch": 16}
 
@@ -68,6 +70,18 @@ def test_prices_of_the_user_win(tmp_path):
     assert option.usd_per_hour == 40
     spot = planned(instance=("g6e.*",), spot=True)
     assert all(o.usd_per_hour is None for o in spot.options) and any("spot prices" in n for n in spot.notes)
+
+
+def test_a_price_of_a_gpu_is_for_each_and_of_nothing_is_refused(tmp_path):
+    prices = tmp_path / "prices.yaml"
+    prices.write_text("h200: 3\nml.p5.48xlarge: 40\n")
+    report = planned(gpu=("h200",), prices=prices, budget=100.0, tokens=10**6)
+    assert {o.gpus: o.usd_per_hour for o in report.options} == {1: 3, 2: 6, 4: 12, 8: 24}
+    assert planned(instance=("ml.p5.48xlarge",), prices=prices).options[0].usd_per_hour == 40
+    prices.write_text("p5.48xlrge: 40\n")
+    with pytest.raises(ConfigError, match=r"'p5\.48xlrge' is no instance type") as error:
+        planned(prices=prices)
+    assert "p5.48xlarge" in error.value.fix
 
 
 @pytest.mark.parametrize("price", ["cheap", "0", "-1", ".inf", ".nan", "true", "[1]"])
@@ -135,6 +149,17 @@ def test_logits_that_dominate_are_named_with_the_remedy():
     assert fused.options[0].dominant != "logits" and not any("--loss tiled" in n for n in fused.notes)
 
 
+def test_activations_of_an_unknown_family_are_said_to_be_a_guess(tmp_path):
+    """Headers give the parameters of any model; what autograd keeps in its layers they do not."""
+    llama = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+    llama |= {"num_attention_heads": 4, "vocab_size": 256}
+    write_headers(tmp_path / "model.safetensors", Model.from_config("x", llama).shapes)
+    for kind, said in (("llama", False), ("glm4_moe", True)):
+        (tmp_path / "config.json").write_text(json.dumps(llama | {"model_type": kind}))
+        report = planned(model=str(tmp_path), gpu=("h200",), max_gpus=1)
+        assert report.options and any("activations of 'glm4_moe'" in note for note in report.notes) == said
+
+
 def test_run_yaml_is_what_finetune_takes(tmp_path):
     from octavo.workflows.finetune import FinetuneConfig
 
@@ -176,6 +201,14 @@ def test_what_finetune_does_not_run_has_no_run_yaml(tmp_path):
         ({"gpu": ("h100",), "instance": ("g5.*",)}, "no such instance has h100"),
         ({"target_modules": ("nothing",)}, "nothing"),
         ({"tokens": "many"}, "tokens"),
+        ({"tokens": "1.2.3M"}, "tokens"),
+        ({"tokens": "9" * 400 + "M"}, "tokens"),
+        ({"tokens": 10**400}, "tokens"),
+        ({"context": 10**400}, "context"),
+        ({"rank": 10**400}, "rank"),
+        ({"max_gpus": 10**400}, "max_gpus"),
+        ({"gpu": ""}, "gpu: .*names nothing"),
+        ({"instance": (",",)}, "instance: .*names nothing"),
     ],
 )
 def test_bad_limits_are_clear_errors(settings, word):
@@ -184,10 +217,11 @@ def test_bad_limits_are_clear_errors(settings, word):
 
 
 def test_the_command_prints_a_table_the_reasons_and_the_next_step(capsys):
-    argv = ["plan", "Llama-3.1-8B", "--context", "2048", "--instance", "g5.xlarge,ml.g7e.2xlarge", "--tokens", "20M"]
+    instances = "g5.xlarge,g5.2xlarge,ml.g7e.2xlarge"
+    argv = ["plan", "Llama-3.1-8B", "--context", "2048", "--instance", instances, "--tokens", "20M"]
     assert main.run(argv) == 0
     out = capsys.readouterr().out
-    assert "8,030,261,248 by formula" in out and "not g5.xlarge, bf16" in out
+    assert "8,030,261,248 by formula" in out and out.count("not g5.xlarge, g5.2xlarge, bf16, checkpointing none") == 1
     assert "next: the same with --write run.yaml, then octavo finetune run.yaml --data DATA --out OUT" in out
 
 

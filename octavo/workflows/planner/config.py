@@ -44,8 +44,12 @@ def number(config: Mapping[str, Any], *names: str, default: int | None = None) -
 
 
 def head_dim(text: Mapping[str, Any]) -> int:
-    heads = number(text, "num_attention_heads")
-    return number(text, "head_dim", default=number(text, "hidden_size") // heads)
+    """Width of one attention head. ConfigError for more heads than hidden_size."""
+    heads, hidden = number(text, "num_attention_heads"), number(text, "hidden_size")
+    width = number(text, "head_dim", default=hidden // heads)
+    if width == 0:
+        raise ConfigError("config.json: num_attention_heads", got=str(heads), need=f"at most hidden_size, {hidden}")
+    return width
 
 
 def numbers(config: Mapping[str, Any], name: str) -> tuple[int, ...]:

@@ -87,10 +87,10 @@ def shapes_of(config: Mapping[str, Any]) -> Shapes:
 
 
 def is_tied(config: Mapping[str, Any]) -> bool:
-    """Whether the head is the embedding table."""
+    """Whether the head is the embedding table. The outer config decides where there are two, as in Transformers."""
     text = text_config(config)
     family = FAMILIES.get(str(text.get("model_type")), Family())
-    value = text.get("tie_word_embeddings", config.get("tie_word_embeddings"))
+    value = config.get("tie_word_embeddings", text.get("tie_word_embeddings"))
     return family.tied if value is None else bool(value)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -117,12 +118,14 @@ def gpus() -> dict[str, Gpu]:
 
 
 def gpu_named(text: str) -> Gpu:
-    """`h200`, `A100-80GB`, `RTX PRO 6000`. ConfigError names the nearest: an unknown GPU is never taken for another."""
-    name = "".join(c for c in text.lower() if c.isalnum() or c == "-").removeprefix("nvidia").removesuffix("gb")
-    compact = {known.replace("-", ""): known for known in gpus()}
-    key = compact.get(name.replace("-", ""))
+    """`h200`, `A100-80GB`, or as drivers say it, `NVIDIA H100 80GB HBM3`. ConfigError names the nearest:
+    an unknown GPU is never taken for another."""
+    name = re.sub(r"nvidia|geforce|blackwell server edition|sxm\d?|hbm\d\w?|gb\b|[^a-z0-9]", "", text.lower())
+    compact = {known.replace("-", ""): known for known in gpus()} | {"h10080": "h100"}
+    key = compact.get(name)
     if key is None:
-        fix = did_you_mean(name, gpus())
+        sizes = [known for known in gpus() if name and known.startswith(f"{name}-")]
+        fix = f"Say which: {', '.join(sizes)}." if sizes else did_you_mean(name, gpus())
         raise ConfigError(f"GPU '{text}' is unknown to the planner", fix=fix)
     return gpus()[key]
 
@@ -142,6 +145,14 @@ def instances(globs: Iterable[str], spot: bool, prices: dict[str, float]) -> lis
         price = prices.get(name, v["spot_usd"] if spot else v["on_demand_usd"])
         found.append(Machine(name, gpus()[v["gpu"]], v["gpus"], v["ram_gib"] * GIB, v["network_gbps"], price))
     return found
+
+
+def priced(name: str) -> str:
+    """The instance type, or the GPU, that a price is given for. ConfigError where there is no such thing."""
+    known = [*load("instances")["instances"], *gpus()]
+    if (key := _glob(name)) not in known:
+        raise ConfigError(f"prices: '{name}' is no instance type and no GPU", fix=did_you_mean(key, known))
+    return key
 
 
 def _glob(pattern: str) -> str:

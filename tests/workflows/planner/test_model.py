@@ -93,6 +93,14 @@ def test_tied_head_that_is_stored_counts_once():
     assert stored.parameters == plain.parameters
 
 
+def test_the_outer_config_of_two_says_whether_the_head_is_tied(tmp_path):
+    inner = {**LLAMA, "num_hidden_layers": 1, "tie_word_embeddings": True}
+    shapes = Model.from_config("x", {**inner, "tie_word_embeddings": False}).shapes
+    outer = {"model_type": "llava", "tie_word_embeddings": False, "text_config": inner}
+    assert "head" in Model.from_headers("x", outer, shapes).by_role
+    assert "head" not in Model.from_headers("x", {**outer, "tie_word_embeddings": True}, shapes).by_role
+
+
 def test_packed_weights_are_refused_by_name():
     with pytest.raises(ConfigError, match="qweight"):
         Model.from_headers("x", LLAMA, {"model.layers.0.self_attn.q_proj.qweight": (512, 4096)})
@@ -137,6 +145,7 @@ def test_layers_that_contradict_the_config():
         ("num_hidden_layers", 10**18),
         ("hidden_size", 10**400),
         ("head_dim", "128"),
+        ("num_attention_heads", 4097),
         ("num_key_value_heads", -1),
         ("num_key_value_heads", [8]),
         ("mlp_only_layers", 3),

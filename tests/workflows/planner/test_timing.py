@@ -94,10 +94,36 @@ def test_shapes_that_fp8_products_dislike_are_named():
 
 
 def test_an_unknown_gpu_is_never_taken_for_another():
-    assert gpu_named("NVIDIA H200").name == "h200" and gpu_named("A100-80GB").name == "a100-80"
-    for name in ("h300", "l40s-2", "a100", ""):
+    for name in (
+        "h300",
+        "l40s-2",
+        "a100",
+        "",
+        "NVIDIA H100 PCIe",
+        "H100 NVL",
+        "RTX PRO 6000 Blackwell Workstation Edition",
+    ):
         with pytest.raises(ConfigError, match="unknown to the planner"):
             gpu_named(name)
+    with pytest.raises(ConfigError) as error:
+        gpu_named("A100")
+    assert error.value.fix == "Say which: a100-40, a100-80."
+
+
+@pytest.mark.parametrize(
+    ("said", "name"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("A100-80GB", "a100-80"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA GeForce RTX 5090", "rtx5090"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtxpro6000"),
+        ("RTX PRO 6000", "rtxpro6000"),
+    ],
+)
+def test_gpus_as_drivers_name_them(said, name):
+    assert gpu_named(said).name == name
 
 
 @pytest.mark.parametrize("table", ["gpus", "instances"])
