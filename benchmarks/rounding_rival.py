@@ -48,7 +48,7 @@ def compress(model: Any, tokenizer: Any, recipe: str, windows: list[list[int]], 
     oneshot(model=model, tokenizer=tokenizer, recipe=modifiers(recipe), output_dir=out, **options)
 
 
-def torchao(model: Any, tokenizer: Any, out: str) -> None:
+def weight_only(model: Any, tokenizer: Any, out: str) -> None:
     from torchao.quantization import Float8WeightOnlyConfig, quantize_
 
     quantize_(model, Float8WeightOnlyConfig(), is_linear)
@@ -74,7 +74,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
     tokenizer = AutoTokenizer.from_pretrained(source)
     if recipe == "torchao":
-        torchao(model, tokenizer, out)
+        weight_only(model, tokenizer, out)
     else:
         compress(model, tokenizer, recipe, windows, out)
     print(json.dumps({"seconds": round(time.perf_counter() - started, 2)}))
