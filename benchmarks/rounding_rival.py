@@ -7,6 +7,7 @@ weights are saved decoded, in float32. TOKENS.json: calibration windows, lists o
 The last line of stdout is JSON: seconds of loading, calibrating, quantizing and saving, imports left out.
 """
 
+import importlib
 import json
 import sys
 import time
@@ -67,7 +68,7 @@ def main() -> None:
     source, out, recipe, tokens = sys.argv[1:]
     windows = json.loads(Path(tokens).read_text())
     if recipe == "torchao":
-        import torchao.quantization
+        importlib.import_module("torchao.quantization")
     else:
         modifiers(recipe)
     started = time.perf_counter()
