@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -99,13 +100,18 @@ def classify(codes: Sequence[int | None], logs: Sequence[str], results: Sequence
     return "ok", ""
 
 
-def end_with_parent() -> None:
-    """For a rank: a thread that ends this process, and all in its session, once the one that started it is gone."""
+def end_with_parent(folder: Path) -> None:
+    """For a rank: a thread that ends this process, and all in its session, once the one that started it is gone, and
+    removes the candidate's folder, which nobody else is left to do."""
     parent = os.getppid()
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(0.5)
+        for _ in range(20):  # the training still writes into it
+            shutil.rmtree(folder, ignore_errors=True)
+            if not folder.exists():
+                break
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True).start()

@@ -28,7 +28,7 @@ EVAL_TOKENS = 1024
 
 def main(spec_file: str, result_file: str) -> None:
     """Run and write the result; an exception passes through, its text is what the parent reads."""
-    end_with_parent()
+    end_with_parent(Path(spec_file).parent)
     prefer_expandable_segments()
     spec = json.loads(Path(spec_file).read_text())
     import torch

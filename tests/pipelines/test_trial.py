@@ -119,13 +119,15 @@ def test_a_hanging_candidate_is_ended_with_its_children(tmp_path):
 
 def test_a_killed_planner_leaves_no_candidate_behind(tmp_path):
     rank = (
-        "import os, time\nfrom octavo.pipelines.trial_process import end_with_parent\nend_with_parent()\n"
+        "import os, time\nfrom pathlib import Path\nfrom octavo.pipelines.trial_process import end_with_parent\n"
+        f"end_with_parent(Path({str(tmp_path / 'candidate')!r}))\n"
         f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)"
     )
     planner = (
         "import sys\nfrom pathlib import Path\nfrom octavo.pipelines.trial_process import run_group\n"
         f"run_group([[sys.executable, '-c', {rank!r}]], Path({str(tmp_path)!r}), 600)"
     )
+    (tmp_path / "candidate" / "run").mkdir(parents=True)
     process = subprocess.Popen([sys.executable, "-c", planner])
     while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
         assert process.poll() is None
@@ -137,7 +139,7 @@ def test_a_killed_planner_leaves_no_candidate_behind(tmp_path):
         if not alive(pid):
             break
         time.sleep(0.1)
-    assert not alive(pid)
+    assert not alive(pid) and not (tmp_path / "candidate").exists()
 
 
 def test_a_crashed_candidate_leaves_the_next_one_clean(tmp_path):
