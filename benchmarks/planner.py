@@ -2,6 +2,7 @@
 
     python benchmarks/planner.py [--seconds 450] [--out FILE]     on a GPU; 1B and 8B shapes, 2 minutes on an H200
     python benchmarks/planner.py --device cpu                     a dry run of the same settings on tiny shapes
+    python benchmarks/planner.py --summary FILE                   of rows that were measured before
 
 Models have the published shapes and random weights. A step is that of octavo finetune: 16-bit autocast, float32
 adapters or master weights, fused AdamW, growing segments of the allocator, TRL's head in tiles (where TRL is not
@@ -286,7 +287,13 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=450.0, help="no setting starts after this")
     parser.add_argument("--skip", type=int, default=0, help="settings at the beginning that are left out")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--summary", type=Path, metavar="FILE")
     options = parser.parse_args()
+    if options.summary:
+        print(
+            json.dumps(summary([json.loads(row) for row in options.summary.read_text(encoding="utf-8").splitlines()]))
+        )
+        return 0
     torch.manual_seed(0)
     started, name = time.monotonic(), "cpu"
     gpu = None

@@ -8,7 +8,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads make a busy machine crawl; read when torch loads
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,25 @@ def same_numbers_every_time() -> None:
     import torch
 
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def mount_small(tmp_path: Path) -> Iterator[Callable[[int, str], Path]]:
+    """mount_small(kilobytes, name) -> tmp_path/name, a file system of that size; skips where none can be mounted."""
+    mounted = []
+
+    def mount(kilobytes: int, name: str) -> Path:
+        place = tmp_path / name
+        place.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "none", str(place)]
+        if subprocess.run(command, capture_output=True).returncode:
+            pytest.skip("mounting a tmpfs is not allowed here")
+        mounted.append(place)
+        return place
+
+    yield mount
+    for place in mounted:
+        subprocess.run(["umount", "-l", str(place)], check=True)
 
 
 @pytest.fixture(scope="session")

@@ -58,11 +58,7 @@ def linear_dx(grad: torch.Tensor, w: ScaledTensor) -> torch.Tensor:
 
 def product_with_codes(a: ScaledTensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """a [M, N] per token times the E4M3 codes b [K, N]^T as they are -> [M, K] of `dtype`."""
-    ones = torch.ones((1, b.shape[0]), device=b.device)
-    recipe = F.ScalingType.RowWise
-    right = b.view(E4M3.dtype).mT
-    fast = sums_may_be_fast(b.shape[1])
-    return F.scaled_mm(a.as_float8(), right, a.scale, recipe, ones, recipe, output_dtype=dtype, use_fast_accum=fast)
+    return scaled_mm(a, ScaledTensor(b, torch.ones((b.shape[0], 1), device=b.device), E4M3, PerRow()), dtype)
 
 
 def scaled_mm(a: ScaledTensor, b: ScaledTensor, dtype: torch.dtype) -> torch.Tensor:

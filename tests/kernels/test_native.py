@@ -83,8 +83,16 @@ def test_any_number_of_dimensions(shape, granularity):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
     found, want = native.quantize(x, None, Rule(E4M3, granularity)), quantize_ref(x, E4M3, granularity)
     assert torch.equal(found.codes, want.codes) and torch.equal(found.scale, want.scale)
-    for dtype in (torch.bfloat16, torch.float16):
-        assert torch.equal(w8a16.dequantize(want, dtype), dequantize_ref(want, dtype)) or granularity == PerGroup(128)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("granularity", [PerTensor(), PerRow(), PerBlock(128, 128)], ids=str)
+def test_stacked_matrices_decode_each_by_its_own_scales(granularity, dtype):
+    experts = (
+        torch.randn(3, 140, 144, generator=torch.Generator().manual_seed(0)) * torch.tensor([1, 8, 64])[:, None, None]
+    )
+    q = quantize_ref(experts, E4M3, granularity)
+    assert torch.equal(w8a16.dequantize(q, dtype), dequantize_ref(q, dtype))
 
 
 def test_every_operation_asks_for_its_own_backend(monkeypatch):

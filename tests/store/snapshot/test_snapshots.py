@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import threading
 import time
 
@@ -122,19 +121,9 @@ def test_an_error_shows_at_the_next_step_and_in_the_exit_code(new, tmp_path, cap
     assert SnapshotFolder(snapshots.path).steps() == [2] and not list(snapshots.path.glob(".*.tmp"))
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """tmp_path/snapshots on a file system of 256 KB."""
-    path = tmp_path / "snapshots"
-    path.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "none", path], capture_output=True).returncode:
-        pytest.skip("no right to mount a file system")
-    yield path
-    subprocess.run(["umount", "-l", path], check=True)
-
-
-def test_a_disk_that_fills_up_while_training(new, small_disk, caplog):
+def test_a_disk_that_fills_up_while_training(new, mount_small, caplog):
     """Said before the first snapshot; nothing half-written stays; training goes on, and saves once there is room."""
+    small_disk = mount_small(256, "snapshots")
     rest = small_disk / "rest"
     rest.write_bytes(b"x" * (224 << 10))
     snapshots, state = new(), make_state(64)
