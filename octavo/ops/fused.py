@@ -26,13 +26,13 @@ MAX_NORM_WIDTH = 512 * 4 * 8  # what a block of norm.cu holds in registers
 
 
 def quantize_tokens(
-    *parts: torch.Tensor, columns: torch.Tensor | None = None, epsilon: float | None = None
+    *parts: torch.Tensor, columns: torch.Tensor | None = None, epsilon: float | None = None, spare: int = 0
 ) -> tuple[ScaledTensor, torch.Tensor | None]:
     """`native.quantize_tokens`."""
     if on_kernels(parts[0]):
-        return native.quantize_tokens(*parts, columns=columns, epsilon=epsilon)
+        return native.quantize_tokens(*parts, columns=columns, epsilon=epsilon, spare=spare)
     x = torch.cat(parts, dim=1).float()
-    q = quantize_ref(x if columns is None else x * columns, E4M3, PerRow())
+    q = _with_room(quantize_ref(x if columns is None else x * columns, E4M3, PerRow()), spare)
     if epsilon is None:
         return q, None
     rstd = torch.rsqrt(x.square().mean(1) + epsilon)
@@ -57,26 +57,32 @@ def norm_backward(
     return dx
 
 
-def gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> tuple[ScaledTensor, ScaledTensor, ScaledTensor]:
-    """act(gate) * up, gate and up, each as codes and scales per token. activation: `silu` or `gelu_tanh`."""
+def gated(
+    gate: torch.Tensor, up: torch.Tensor, activation: str, spare: int = 0
+) -> tuple[ScaledTensor, ScaledTensor, ScaledTensor]:
+    """act(gate) * up, gate and up, each as codes and scales per token. activation: `silu` or `gelu_tanh`.
+
+    spare: for the codes of the product, as in `native.quantize_tokens`.
+    """
     if not on_kernels(gate):
         h = activate(gate.float(), activation) * up.float()
         first, second, third = (quantize_ref(value, E4M3, PerRow()) for value in (h, gate, up))
-        return first, second, third
+        return _with_room(first, spare), second, third
     m, k = gate.shape
-    codes = torch.empty((3, m, k), dtype=torch.uint8, device=gate.device)
+    codes = [native.roomy_codes(m, k, room, gate.device) for room in (spare, 0, 0)]
     scale = torch.ones((3, m, 1), device=gate.device)
-    if codes.numel():
-        arguments = (gate, up, *(part for i in range(3) for part in (codes[i], scale[i])), np.int32(k))
+    if gate.numel():
+        outputs = (part for i in range(3) for part in (codes[i], scale[i]))
+        arguments = (gate, up, *outputs, np.int32(k), np.int64(k + spare))
         loader.launch(_gated(gate, activation, backward=False), (m,), GATED_THREADS, arguments, gate)
     first, second, third = (ScaledTensor(codes[i], scale[i], E4M3, PerRow()) for i in range(3))
     return first, second, third
 
 
 def gated_backward(
-    dh: torch.Tensor, gate: ScaledTensor, up: ScaledTensor, columns: torch.Tensor, activation: str
+    dh: torch.Tensor, gate: ScaledTensor, up: ScaledTensor, columns: torch.Tensor, activation: str, spare: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, ScaledTensor]:
-    """dGate, dUp [M, K], and (dGate | dUp) * columns [2 K] quantized per token, [M, 2 K]."""
+    """dGate, dUp [M, K], and (dGate | dUp) * columns [2 K] quantized per token, [M, 2 K], in rows with room."""
     m, k = dh.shape
     if not on_kernels(dh):
         g = dequantize_ref(gate).requires_grad_()
@@ -86,16 +92,17 @@ def gated_backward(
             slope = torch.autograd.grad(value.sum(), g)[0]
         dgate = (dh.float() * u * slope).to(dh.dtype)
         dup = (dh.float() * value.detach()).to(dh.dtype)
-        return dgate, dup, quantize_tokens(dgate, dup, columns=columns)[0]
+        return dgate, dup, quantize_tokens(dgate, dup, columns=columns, spare=spare)[0]
     dgate, dup = torch.empty_like(dh), torch.empty_like(dh)
     q = ScaledTensor(
-        torch.empty((m, 2 * k), dtype=torch.uint8, device=dh.device),
+        native.roomy_codes(m, 2 * k, spare, dh.device),
         torch.ones((m, 1), device=dh.device),
         E4M3,
         PerRow(),
     )
     if dh.numel():
-        arguments = dh, gate.codes, gate.scale, up.codes, up.scale, columns, dgate, dup, q.codes, q.scale, np.int32(k)
+        read = dh, gate.codes, gate.scale, up.codes, up.scale, columns
+        arguments = *read, dgate, dup, q.codes, q.scale, np.int32(k), np.int64(2 * k + spare)
         loader.launch(_gated(dh, activation, backward=True), (m,), GATED_THREADS, arguments, dh)
     return dgate, dup, q
 
@@ -122,6 +129,12 @@ def transposed(*codes: torch.Tensor) -> torch.Tensor:
 
 def activate(gate: torch.Tensor, activation: str) -> torch.Tensor:
     return F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+
+
+def _with_room(q: ScaledTensor, spare: int) -> ScaledTensor:
+    m, k = q.shape
+    codes = native.roomy_codes(m, k, spare, q.codes.device).copy_(q.codes)
+    return ScaledTensor(codes, q.scale, q.spec, q.granularity)
 
 
 def on_kernels(x: torch.Tensor) -> bool:

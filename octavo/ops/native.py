@@ -106,17 +106,18 @@ def transposed(*codes: torch.Tensor) -> torch.Tensor:
 
 
 def quantize_tokens(
-    *parts: torch.Tensor, columns: torch.Tensor | None = None, epsilon: float | None = None
+    *parts: torch.Tensor, columns: torch.Tensor | None = None, epsilon: float | None = None, spare: int = 0
 ) -> tuple[ScaledTensor, torch.Tensor | None]:
     """x = up to three 16-bit matrices [M, K_i] beside each other -> codes [M, K] and one scale a token; and rstd.
 
     columns [K] float32 are multiplied in first. With epsilon they are the weight of an RMSNorm and rstd [M] float32 is
     (mean(x^2) + epsilon)^-1/2: the result is the normalized row, whose values are never written. Else rstd is None.
+    The codes are the front of rows with `spare` bytes more, which are not written: room for columns of an adapter.
     """
     parts = tuple(_aligned(part) for part in parts)
     m, ends = parts[0].shape[0], list(accumulate(part.shape[1] for part in parts))
     k, device = ends[-1], parts[0].device
-    codes = torch.empty((m, k), dtype=torch.uint8, device=device)
+    codes = roomy_codes(m, k, spare, device)
     scale = torch.empty((m, 1), device=device)
     rstd = torch.empty(m, device=device) if epsilon is not None else None
     q = ScaledTensor(codes, scale, E4M3, PerRow())
@@ -136,9 +137,14 @@ def quantize_tokens(
     three = (*parts, *[None] * (3 - len(parts)))
     strides = [np.int64(part.stride(0) if part is not None else 0) for part in three]
     sizes = np.float32(epsilon or 0.0), np.int32(ends[0]), np.int32(ends[min(1, len(ends) - 1)]), np.int32(k)
-    arguments = (*three, columns, codes, scale, rstd, *sizes, *strides)
+    arguments = (*three, columns, codes, scale, rstd, *sizes, np.int64(k + spare), *strides)
     loader.launch(loader.Variant("quantize.cu", tuple(defines.items())), (m,), block.threads, arguments, parts[0])
     return q, rstd
+
+
+def roomy_codes(m: int, k: int, spare: int, device: torch.device) -> torch.Tensor:
+    """Codes [m, k], not set, in rows of k + spare bytes."""
+    return torch.empty((m, k + spare), dtype=torch.uint8, device=device)[:, :k]
 
 
 def _quantize(

@@ -49,8 +49,10 @@ def test_norm_is_in_the_scale(both, k):
 def test_parts_are_one_row(both, widths):
     parts = [values(4, width, seed) for seed, width in enumerate(widths)]
     columns = torch.rand(sum(widths), generator=torch.Generator().manual_seed(3))
-    (found, _), (want, _) = both(fused.quantize_tokens, *parts, columns=columns)
-    assert torch.equal(found.codes, want.codes) and torch.equal(found.scale, want.scale)
+    for spare in (0, 48):
+        (found, _), (want, _) = both(fused.quantize_tokens, *parts, columns=columns, spare=spare)
+        assert torch.equal(found.codes, want.codes) and torch.equal(found.scale, want.scale)
+        assert found.codes.stride(0) == want.codes.stride(0) == sum(widths) + spare
 
 
 @pytest.mark.parametrize("with_residual", [False, True])
@@ -71,7 +73,8 @@ def test_norm_backward(both, k, with_residual):
 @ACTIVATIONS
 @pytest.mark.parametrize("k", [8, 576, 4104, 16392])
 def test_gated(both, k, activation):
-    found, want = both(fused.gated, values(4, k), values(4, k, 1), activation)
+    found, want = both(fused.gated, values(4, k), values(4, k, 1), activation, spare=16)
+    assert [q.codes.stride(0) for q in found] == [k + 16, k, k]
     for ours, theirs in zip(found[1:], want[1:], strict=True):
         assert torch.equal(ours.codes, theirs.codes) and torch.equal(ours.scale, theirs.scale)
     torch.testing.assert_close(found[0].scale, want[0].scale, rtol=1e-5, atol=0)
@@ -85,7 +88,8 @@ def test_gated(both, k, activation):
 def test_gated_backward(both, k, activation):
     _, gate, up = fused.gated(values(5, k), values(5, k, 1), activation)
     dh, columns = values(5, k, 2), torch.rand(2 * k, generator=torch.Generator().manual_seed(3))
-    found, want = both(fused.gated_backward, dh, gate, up, columns, activation)
+    found, want = both(fused.gated_backward, dh, gate, up, columns, activation, spare=16)
+    assert found[2].codes.stride(0) == want[2].codes.stride(0) == 2 * k + 16
     for ours, theirs in zip(found[:2], want[:2], strict=True):
         assert_sqnr(ours, theirs, 60.0)  # float32 inside: equal but for values on the edge of a rounding
     again = fused.quantize_tokens(found[0], found[1], columns=columns)[0]

@@ -7,7 +7,8 @@
 //
 // One block a token, which passes over its row twice: once for the scales, once, from the caches, for the codes. Few
 // registers and many warps are faster here than a row in registers, or four rows that share the columns (measured).
-// Compiled per variant with: NAME, X_BF16, THREADS, BACKWARD, GELU. Needs K % 8 == 0; everything contiguous.
+// The codes that the next product reads are `pitch` bytes a row apart. Compiled per variant with: NAME, X_BF16, THREADS,
+// BACKWARD, GELU. Needs K and pitch % 8 == 0; everything else contiguous.
 #include "rows.cuh"
 
 #define LOG2_E 1.4426950408889634f
@@ -52,7 +53,7 @@ DEVICE Scale scale_of_row(float amax, int K, float (&scratch)[2][THREADS / 32], 
 
 KERNEL(THREADS, 1)
 NAME(const u16* dh, const u8* gate, const float* gate_scale, const u8* up, const float* up_scale, const float* columns,
-     u16* dgate, u16* dup, u8* codes, float* scale, int K) {
+     u16* dgate, u16* dup, u8* codes, float* scale, int K, i64 pitch) {
     SHARED float amax_of_warp[2][THREADS / 32];
     const i64 row = blockIdx.x;
     const float gate_unit = gate_scale[row], up_unit = up_scale[row];
@@ -84,8 +85,8 @@ NAME(const u16* dh, const u8* gate, const float* gate_scale, const u8* up, const
     const Scale s = scale_of_row(amax, 2 * K, amax_of_warp, [=](int k) { return k < K ? gate_at(k) : up_at(k - K); });
     if (threadIdx.x == 0) scale[row] = s.value;
     for (int k = threadIdx.x * 8; k < K; k += THREADS * 8) {
-        store_codes(codes + 2 * row * K + k, gate_at(k), s);
-        store_codes(codes + (2 * row + 1) * K + k, up_at(k), s);
+        store_codes(codes + row * pitch + k, gate_at(k), s);
+        store_codes(codes + row * pitch + K + k, up_at(k), s);
     }
 }
 
@@ -93,7 +94,7 @@ NAME(const u16* dh, const u8* gate, const float* gate_scale, const u8* up, const
 
 KERNEL(THREADS, 1)
 NAME(const u16* gate, const u16* up, u8* codes, float* scale, u8* gate_codes, float* gate_scale, u8* up_codes,
-     float* up_scale, int K) {
+     float* up_scale, int K, i64 pitch) {
     SHARED float amax_of_warp[3][2][THREADS / 32];
     const i64 row = blockIdx.x;
     const auto gate_at = [=](int k) { return values(*reinterpret_cast<const uint4*>(gate + row * K + k)); };
@@ -113,7 +114,7 @@ NAME(const u16* gate, const u16* up, u8* codes, float* scale, u8* gate_codes, fl
     for (int k = threadIdx.x * 8; k < K; k += THREADS * 8) {
         const i64 at = row * K + k;
         const Values g = gate_at(k), u = up_at(k);
-        store_codes(codes + at, product(g, u), s);
+        store_codes(codes + row * pitch + k, product(g, u), s);
         store_codes(gate_codes + at, g, gate_unit);
         store_codes(up_codes + at, u, up_unit);
     }

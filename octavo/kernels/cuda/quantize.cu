@@ -9,7 +9,7 @@
 // A thread takes 8 values of a row in each of ROUNDS rounds and keeps them in registers, so x is read once; where that
 // are too many, the second look is at the cache. Compiled per variant with:
 // NAME, X_BF16, GROUPED (0 token, 1 group of 128), FOLD, THREADS, ROUNDS, and for tokens PARTS and NORM. Needs
-// widths % 8 == 0, rows on 16-byte boundaries, and for tokens K <= 8 * THREADS * ROUNDS.
+// widths and pitch % 8 == 0, rows on 16-byte boundaries, and for tokens K <= 8 * THREADS * ROUNDS.
 #include "rows.cuh"
 
 #define IN_REGISTERS 4
@@ -49,10 +49,11 @@ NAME(const u16* x, const float* columns, u8* codes, float* scale, i64 M, int K, 
 
 #else
 
-// One block a token. A part that is absent has the end of the one before.
+// One block a token, whose codes are `pitch` bytes apart. A part that is absent has the end of the one before.
 KERNEL(THREADS, 1)
 NAME(const u16* x, const u16* second, const u16* third, const float* columns, u8* codes, float* scale, float* rstd,
-     float epsilon, int first_end, int second_end, int K, i64 x_stride, i64 second_stride, i64 third_stride) {
+     float epsilon, int first_end, int second_end, int K, i64 pitch, i64 x_stride, i64 second_stride,
+     i64 third_stride) {
     SHARED float amax_of_warp[2][THREADS / 32];
     const i64 row = blockIdx.x;
     const auto load = [=](int r) {
@@ -102,7 +103,7 @@ NAME(const u16* x, const u16* second, const u16* third, const float* columns, u8
         if (k >= K) continue;
         Values v = values(at(r));
         if (FOLD) v = times(v, columns + k);
-        store_codes(codes + row * K + k, v, s);
+        store_codes(codes + row * pitch + k, v, s);
     }
     float norm = 1.0f;
 #if NORM
