@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 # Siblings that engines fuse into one matrix, in the fused order. All shards get one precision, and with per-tensor
@@ -76,9 +77,28 @@ STACKED_ONLY = frozenset({"gpt_oss"})
 # puts it on the stacks and makes new weights of all experts in every pass. Source: PEFT's conversion of target_modules.
 ADAPTED_STACKS = frozenset({"mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3"})
 
-# Decoders whose layers are x + attention(norm(x)), then x + mlp(norm(x)), with RMSNorm's plain weight and a gated MLP,
-# by model_type. Source: the modeling files of Transformers 5.24.
-FUSED_DECODERS = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """How a decoder layer is written in Transformers where q_proj, k_proj and v_proj read what input_layernorm gives.
+
+    mlp_norm: its output goes to gate_proj and up_proj, or to the router and experts of a sparse layer. norm_offset:
+    what the norms add to their weights.
+    """
+
+    mlp_norm: str = "post_attention_layernorm"
+    norm_offset: float = 0.0
+
+
+# By the model_type of the text model; what follows the norms otherwise (multipliers, norms behind attention and MLP,
+# norms of q and k, biases, sparse MLPs) stays as it is. Source: the modeling files of Transformers 5.24.
+_PLAIN, _SANDWICH = DecoderLayer(), DecoderLayer("pre_feedforward_layernorm", 1.0)
+FUSED_DECODERS = {
+    **dict.fromkeys(("llama", "mistral", "ministral", "qwen2", "qwen3", "smollm3", "granite"), _PLAIN),
+    **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe"), _PLAIN),
+    "gemma": DecoderLayer(norm_offset=1.0),
+    **dict.fromkeys(("gemma2", "gemma3_text"), _SANDWICH),
+}
 # GPT-2's Conv1D stores its matrices as [in, out]: neither a row nor a block of such a file is what engines multiply.
 CONV1D_TYPES = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer"})
 

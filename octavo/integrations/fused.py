@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers import PretrainedConfig
 
 from octavo.base.hardware import caps_of
 from octavo.formats.architectures import FUSED_DECODERS
@@ -24,31 +25,35 @@ from octavo.ops.backends import BACKENDS, Problem
 from octavo.ops.lora import Norm, Projection, gated_mlp, project
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+GATED = ("gate_proj", "up_proj", "down_proj")
 FUSED = "_octavo_fused"
 
 
 def fuse(model: nn.Module) -> int:
     """Bind the fused forward to the decoder layers of FP8 linears that have none yet. Returns how many got it.
 
-    0 for an architecture that is not in FUSED_DECODERS. Call it after adapters are added.
+    0 for an architecture that is not in FUSED_DECODERS. Sparse MLPs run as they are. Call it after adapters are added.
     """
     config = getattr(model, "config", None)
-    if getattr(config, "model_type", None) not in FUSED_DECODERS:
+    config = config.get_text_config(decoder=True) if isinstance(config, PretrainedConfig) else None
+    written = FUSED_DECODERS.get(getattr(config, "model_type", ""))
+    if written is None:
         return 0
-    activation = ACTIVATIONS.get(getattr(config, "hidden_act", None) or "")
+    named = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
+    activation = ACTIVATIONS.get(named or "")
     count = 0
     layer: Any
     for layer in list(model.modules()):
-        attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
-        if attention is None or mlp is None or FUSED in layer.__dict__:
+        attention, mlp, norm = (getattr(layer, name, None) for name in ("self_attn", "mlp", "input_layernorm"))
+        if attention is None or norm is None or FUSED in layer.__dict__:
             continue
         if not any(isinstance(module, FrozenFloat8Linear) for module in layer.modules()):
             continue
         queries_keys_values = [getattr(attention, name) for name in ("q_proj", "k_proj", "v_proj")]
-        groups: list[_Group | _Mlp] = [_Group(layer.input_layernorm, queries_keys_values)]
+        groups: list[_Group | _Mlp] = [_Group(norm, queries_keys_values, written.norm_offset)]
         groups.append(_Group(None, [attention.o_proj]))
-        if activation:
-            groups.append(_Mlp(layer.post_attention_layernorm, mlp, activation))
+        if activation and mlp is not None and all(hasattr(mlp, name) for name in GATED):
+            groups.append(_Mlp(getattr(layer, written.mlp_norm), mlp, activation, written.norm_offset))
         layer.__dict__[FUSED] = groups
         count += 1
     return count
@@ -60,8 +65,8 @@ class _Group:
     norm: where it is fused it passes its input on, since the projections do its work.
     """
 
-    def __init__(self, norm: nn.Module | None, layers: Sequence[nn.Module]) -> None:
-        self.norm, self.layers = norm, list(layers)
+    def __init__(self, norm: nn.Module | None, layers: Sequence[nn.Module], norm_offset: float = 0.0) -> None:
+        self.norm, self.norm_offset, self.layers = norm, norm_offset, list(layers)
         self.plain: list[Callable[..., torch.Tensor]] = [layer.forward for layer in layers]
         self.seen = _Seen()
         self.outputs: dict[int, torch.Tensor] = {}
@@ -72,11 +77,11 @@ class _Group:
 
     def call(self, index: int, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         if not (index and self.seen.is_(x) and index in self.outputs):
-            found = None if args or options else projections_of(self.layers, x)
+            found = None if args or options else projections_of(self.layers, x, self.norm)
             if found is None:
                 return self.plain[index](self.skipped.applied(x) if self.norm else x, *args, **options)
             self.seen.set(x)
-            self.outputs = dict(enumerate(project(x, found, norm_of(self.norm))))
+            self.outputs = dict(enumerate(project(x, found, norm_of(self.norm, self.norm_offset))))
         return self.outputs.pop(index)
 
 
@@ -93,29 +98,29 @@ class _Member:
 class _Mlp:
     """norm, gate and up, activation, down."""
 
-    def __init__(self, norm: nn.Module, mlp: nn.Module, activation: str) -> None:
-        self.norm, self.activation, self.plain = norm, activation, mlp.forward
-        self.layers = [cast(nn.Module, getattr(mlp, name)) for name in ("gate_proj", "up_proj", "down_proj")]
+    def __init__(self, norm: nn.Module, mlp: nn.Module, activation: str, norm_offset: float = 0.0) -> None:
+        self.norm, self.norm_offset, self.activation, self.plain = norm, norm_offset, activation, mlp.forward
+        self.layers = [cast(nn.Module, getattr(mlp, name)) for name in GATED]
         self.skipped = _SkippedNorm(norm, self.layers)
         mlp.forward = self.forward
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found = projections_of(self.layers, x)
+        found = projections_of(self.layers, x, self.norm)
         if found is None:
             return cast(torch.Tensor, self.plain(self.skipped.applied(x)))
         gate, up, down = found
-        return gated_mlp(x, gate, up, down, self.activation, norm_of(self.norm))
+        return gated_mlp(x, gate, up, down, self.activation, norm_of(self.norm, self.norm_offset))
 
 
 class _SkippedNorm:
     """A norm that passes x on where the layers behind it do its work, and makes up for it where they then do not."""
 
     def __init__(self, norm: nn.Module, layers: Sequence[nn.Module]) -> None:
-        self.layers, self.plain, self.passed = layers, norm.forward, _Seen()
+        self.norm, self.layers, self.plain, self.passed = norm, layers, norm.forward, _Seen()
         norm.forward = self.forward
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if projections_of(self.layers, x) is None:
+        if projections_of(self.layers, x, self.norm) is None:
             return cast(torch.Tensor, self.plain(x))
         self.passed.set(x)
         return x
@@ -140,13 +145,22 @@ class _Seen:
         return _Seen()
 
 
-def norm_of(norm: nn.Module | None) -> Norm | None:
-    return None if norm is None else Norm(cast(torch.Tensor, norm.weight), cast(float, norm.variance_epsilon))
+def norm_of(norm: nn.Module | None, offset: float = 0.0) -> Norm | None:
+    """The RMSNorm that multiplies by offset + weight."""
+    if norm is None:
+        return None
+    weight = cast(torch.Tensor, norm.weight)
+    epsilon = getattr(norm, "variance_epsilon", None) or norm.eps
+    return Norm(weight.float() + offset if offset else weight, cast(float, epsilon))
 
 
-def projections_of(layers: Sequence[nn.Module], x: torch.Tensor) -> list[Projection] | None:
-    """What the layers compute, or None where one of them is not fused for x."""
+def projections_of(
+    layers: Sequence[nn.Module], x: torch.Tensor, norm: nn.Module | None = None
+) -> list[Projection] | None:
+    """What the layers compute, or None where one of them, or the norm before them, is not fused for x."""
     kind = x.device.type
+    if norm is not None and (_hooked(norm) or not _frozen(norm._parameters.get("weight"))):
+        return None
     if torch.compiler.is_compiling():  # the ops of the plain layers compile; launches from inside a function do not
         return None
     if x.dtype != torch.bfloat16 or (torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != x.dtype):
@@ -169,6 +183,8 @@ def projection_of(layer: nn.Module) -> Projection | None:
         return None
     if not isinstance(base.rule.granularity, (PerRow, PerTensor)) or isinstance(base.weight, DTensor):
         return None
+    if base.bias is not None and not _frozen(base.bias):
+        return None
     plain = Projection(base.scaled(), base.bias)
     if not isinstance(layer, Float8LoraLinear) or layer.disable_adapters != layer.merged:
         return plain
@@ -186,6 +202,10 @@ def projection_of(layer: nn.Module) -> Projection | None:
     if isinstance(a, DTensor) or isinstance(b, DTensor):
         return None
     return Projection(plain.weight, plain.bias, a, b, layer.scaling[names[0]])
+
+
+def _frozen(parameter: torch.Tensor | None) -> bool:
+    return parameter is not None and not parameter.requires_grad and not isinstance(parameter, DTensor)
 
 
 def _hooked(layer: nn.Module) -> bool:

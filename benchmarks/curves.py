@@ -1,0 +1,87 @@
+"""The curves of benchmarks/lora_quality.py as one SVG: held-out losses, and how far each is from the oracle's."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+COLOURS = {"bf16": "#8b93a3", "dequantized": "#1d2330", "w8a16": "#2f6fb3", "fused": "#c2502e"}
+NAMES = {
+    "bf16": "BF16 over the BF16 base",
+    "dequantized": "BF16 over the decoded FP8 base",
+    "w8a16": "FP8 base, 16-bit products",
+    "fused": "FP8 base, FP8 products",
+}
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 470, 330, 62, 12, 34, 46
+Curve = list[tuple[float, float]]
+
+
+def figure(rows: Sequence[dict[str, Any]], limit: float) -> str:
+    """rows: the curves, each with variant, seed and [step, held-out loss] pairs. limit: percent, drawn as a band."""
+    by_variant: dict[str, list[Curve]] = defaultdict(list)
+    for row in rows:
+        by_variant[row["variant"]].append([(step, loss) for step, loss in row["held_out"]])
+    gaps = {
+        name: [
+            [(step, 100 * (loss / other - 1)) for (step, loss), (_, other) in zip(mine, theirs, strict=True)]
+            for mine, theirs in zip(seeds, by_variant["dequantized"], strict=True)
+        ]
+        for name, seeds in by_variant.items()
+        if name != "dequantized"
+    }
+    total = 2 * WIDTH
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {total} {HEIGHT + 34}" font-family="sans-serif" '
+    parts = [head + 'font-size="12" fill="#1d2330">', f'<rect width="{total}" height="{HEIGHT + 34}" fill="#fff"/>']
+    parts.append(_panel(0, "Held-out loss, nats a token", by_variant, None))
+    parts.append(_panel(WIDTH, "Difference from the decoded FP8 base, percent", gaps, limit))
+    for i, name in enumerate(by_variant):
+        x = LEFT + i * (total - LEFT) / len(by_variant)
+        parts.append(f'<line x1="{x}" x2="{x + 20}" y1="{HEIGHT + 14}" y2="{HEIGHT + 14}" {_stroke(name, 2.5)}/>')
+        parts.append(f'<text x="{x + 26}" y="{HEIGHT + 18}">{NAMES[name]}</text>')
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _panel(x0: float, title: str, curves: dict[str, list[Curve]], limit: float | None) -> str:
+    """Every seed as a faint line, their mean as a bold one."""
+    points = [point for seeds in curves.values() for curve in seeds for point in curve]
+    lows, highs = min(y for _, y in points), max(y for _, y in points)
+    if limit is not None:
+        lows, highs = min(lows, -1.5 * limit), max(highs, 1.5 * limit)
+    last, margin = max(x for x, _ in points), 0.04 * (highs - lows)
+    lows, highs = lows - margin, highs + margin
+
+    def x(value: float) -> float:
+        return x0 + LEFT + (WIDTH - LEFT - RIGHT) * value / last
+
+    def y(value: float) -> float:
+        return TOP + (HEIGHT - TOP - BOTTOM) * (highs - value) / (highs - lows)
+
+    parts = [f'<text x="{x(0):.0f}" y="20" font-weight="bold">{title}</text>']
+    if limit is not None:
+        height = y(-limit) - y(limit)
+        band = f'width="{x(last) - x(0):.1f}" height="{height:.1f}" fill="#2f6fb3" opacity="0.08"'
+        parts.append(f'<rect x="{x(0):.1f}" y="{y(limit):.1f}" {band}/>')
+    for i in range(6):
+        value = lows + (highs - lows) * i / 5
+        ends = f'x1="{x(0):.1f}" x2="{x(last):.1f}" y1="{y(value):.1f}" y2="{y(value):.1f}"'
+        parts.append(f'<line {ends} stroke="#e3e6ec"/>')
+        parts.append(f'<text x="{x(0) - 6:.1f}" y="{y(value) + 4:.1f}" text-anchor="end">{value:.2f}</text>')
+        step = last * i / 5
+        parts.append(f'<text x="{x(step):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{step:.0f}</text>')
+    parts.append(f'<text x="{x(last / 2):.1f}" y="{HEIGHT - 10}" text-anchor="middle">optimizer step</text>')
+    for name, seeds in curves.items():
+        mean = [(at[0][0], sum(value for _, value in at) / len(at)) for at in zip(*seeds, strict=True)]
+        parts.extend(_line(curve, x, y, f'{_stroke(name, 1)} opacity="0.35"') for curve in seeds)
+        parts.append(_line(mean, x, y, _stroke(name, 2.5)))
+    return "\n".join(parts)
+
+
+def _line(curve: Curve, x: Callable[[float], float], y: Callable[[float], float], style: str) -> str:
+    places = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in curve)
+    return f'<polyline points="{places}" fill="none" {style}/>'
+
+
+def _stroke(name: str, width: float) -> str:
+    dash = ' stroke-dasharray="6 4"' if name in ("dequantized", "w8a16") else ""
+    return f'stroke="{COLOURS[name]}" stroke-width="{width}"{dash}'

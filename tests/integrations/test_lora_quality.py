@@ -1,0 +1,45 @@
+"""benchmarks/lora_quality.py on a tiny model: every figure is there, within its limit, and the curves are drawn."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from octavo.integrations import fused
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.setattr(fused, "products_run", fused.products_run)  # the script replaces it on a CPU
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    yield importlib.import_module("lora_quality")
+    for name in ("lora_quality", "curves"):
+        sys.modules.pop(name, None)
+
+
+def test_losses_gradients_and_figure(script, tiny_llama, tmp_path, capsys):
+    out, svg = tmp_path / "rows.jsonl", tmp_path / "curves.svg"
+    sizes = ["--context", "32", "--windows", "8", "--steps", "3", "--every", "2", "--warm", "2", "--seeds", "1"]
+    assert script.main(["--model", str(tiny_llama), "--device", "cpu", *sizes, "--out", str(out)]) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    products = [row for row in rows if row["part"] == "gradients" and row["of"] != "layer"]
+    assert [row["of"] for row in products] == list(script.LINEARS) and all(row["layers"] == 2 for row in products)
+    assert all(0.999 < row["worst"]["cosine dX"] < 0.99999 for row in products), "rounded to E4M3, and no worse"
+    curves = {row["variant"]: row for row in rows if row["part"] == "curve"}
+    assert list(curves) == list(script.VARIANTS)
+    assert len({row["adapters"] for row in curves.values()}) == 1, "every variant starts from the same adapters"
+    assert all([step for step, _ in row["held_out"]] == [0, 2, 3] for row in curves.values())
+    assert sum(row["part"] == "held-out loss" for row in rows) == 4
+    assert script.main(["--plot", str(out), "--svg", str(svg)]) == 0
+    assert svg.read_text().count("<polyline") == 2 * (4 + 3), "a line a seed and one of means, in two panels"
+
+
+def test_beyond_a_limit_is_exit_code_one(script, tiny_llama, monkeypatch, capsys):
+    monkeypatch.setattr(script, "COSINES", {"product": 0.99999, "layer": 0.997})
+    sizes = ["--context", "16", "--windows", "4", "--warm", "1", "--only", "gradients"]
+    assert script.main(["--model", str(tiny_llama), "--device", "cpu", *sizes]) == 1
+    assert "BEYOND" in capsys.readouterr().out
