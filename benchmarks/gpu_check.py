@@ -358,15 +358,15 @@ def milliseconds(call: Callable[[], object], rounds: int = 20) -> float:
     return start.elapsed_time(stop) / rounds
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(checks: list[Check] = CHECKS, about: str | None = __doc__) -> int:
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--only", nargs="*", help="names of checks")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows = []
     print(f"torch {torch.__version__}, {caps_of(args.device)}", flush=True)
-    for function in CHECKS:
+    for function in checks:
         if args.only and function.__name__ not in args.only:
             continue
         start = time.perf_counter()
