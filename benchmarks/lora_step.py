@@ -4,8 +4,8 @@
 
 r=16 on all seven linears, sequence 4096, fused AdamW over float32 adapters, bfloat16 autocast, SDPA. Rivals in the same
 run: stock Transformers + PEFT, and the best BF16 we know (Liger, 16-bit adapters, compiled layers). --profile prints
-where the GPU's time goes. Random weights have the speed of trained ones. 70b: 80 layers, made as random codes, since their
-BF16 would not fit; every, every fourth or no layer runs again in backward.
+where the GPU's time goes. Random weights have the speed of trained ones. 70b: 80 layers, made as random codes, since
+their BF16 would not fit; every, every fourth or no layer runs again in backward.
 """
 
 from __future__ import annotations
