@@ -62,13 +62,31 @@ MAX_TOKEN_WIDTH = 512 * 8 * 8  # values of a row: threads, rounds of registers, 
 
 @dataclass(frozen=True)
 class RowBlock:
-    """A block of a kernel that holds one row: 8 values a thread and round."""
+    """A block of a kernel that takes whole rows: 8 values a thread and round.
+
+    stages: 1, or how many rows are on their way into its shared memory or worked on at once; then it takes every
+    `grid`-th row. blocks: as many as are to fit a multiprocessor. flags: further macros that are 1.
+    """
 
     threads: int
     rounds: int
+    stages: int = 1
+    blocks: int = 1
+    flags: tuple[str, ...] = ()
+
+    def shared_bytes(self, matrices: int) -> int:
+        """Dynamic shared memory for rows of so many 16-bit matrices."""
+        return 16 * matrices * self.threads * self.rounds * self.stages if self.stages > 1 else 0
+
+    def grid(self, m: int, multiprocessors: int) -> tuple[int]:
+        return (m if self.stages == 1 else min(m, self.blocks * multiprocessors),)
+
+    def defines(self, flags: tuple[str, ...] = ()) -> dict[str, int]:
+        sizes = {"THREADS": self.threads, "ROUNDS": self.rounds, "STAGES": self.stages, "BLOCKS": self.blocks}
+        return sizes | {flag: int(flag in self.flags) for flag in flags}
 
 
-def row_block(k: int) -> RowBlock:
+def row_block(k: int, fold: bool = False) -> RowBlock:
     """For a row of k <= MAX_TOKEN_WIDTH values: 128 to 512 threads, four rounds or, where that is not enough, eight."""
     vectors = max(1, -(-k // 8))
     threads = 128
@@ -77,9 +95,22 @@ def row_block(k: int) -> RowBlock:
     return RowBlock(threads, -(-vectors // threads))
 
 
-GROUP_ROUNDS = 4  # of 16 groups of 128 a block of 256 threads
+def gated_block(k: int, backward: bool, shared: int) -> RowBlock:
+    """For a row of k values a matrix. shared: bytes of shared memory that a block can have."""
+    vectors = max(1, -(-k // 8))
+    return RowBlock(512, -(-vectors // 512))
 
 
-def group_blocks(m: int, k: int) -> int:
-    """Blocks of quantize.cu for x [m, k] per group of 128."""
-    return -(-m * -(-k // 128) // (16 * GROUP_ROUNDS))
+@dataclass(frozen=True)
+class GroupBlock:
+    """A block of quantize.cu per group of 128: `rows` rows, 16 threads a group."""
+
+    threads: int
+    rows: int
+
+    def grid(self, m: int, k: int) -> tuple[int, int]:
+        return -(-m // self.rows), -(-k // (8 * self.threads))
+
+
+def group_block(k: int) -> GroupBlock:
+    return GroupBlock(min(256, 32 * -(-k // 256)), 4)

@@ -17,11 +17,10 @@ from octavo.formats.reference import dequantize_ref, quantize_ref
 from octavo.formats.scaled import ScaledTensor
 from octavo.formats.spec import E4M3
 from octavo.kernels.cuda import loader
-from octavo.kernels.tiling import MAX_TOKENS, row_block
+from octavo.kernels.tiling import MAX_TOKENS, gated_block, row_block
 from octavo.ops import native, w8a16
 
 ACTIVATIONS = ("silu", "gelu_tanh")
-GATED_THREADS = 512
 MAX_NORM_WIDTH = 512 * 4 * 8  # what a block of norm.cu holds in registers
 
 
@@ -40,20 +39,38 @@ def quantize_tokens(
 
 
 def norm_backward(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, residual: torch.Tensor | None = None
+    dy: torch.Tensor,
+    x: torch.Tensor | ScaledTensor,
+    weight: torch.Tensor,
+    rstd: torch.Tensor,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The gradient of x * rstd(x) * weight with respect to x, plus residual. weight [K] float32, not trained."""
-    if not on_kernels(dy) or dy.shape[1] > MAX_NORM_WIDTH:
-        t, v, norm = dy.float() * weight, x.float(), rstd[:, None]
-        dx = norm * (t - v * (norm * norm * (t * v).mean(1, keepdim=True)))
+    """The gradient of x * rstd(x) * weight with respect to x, plus residual. weight [K] float32, not trained.
+
+    x: itself, or the product per token as `quantize_tokens` makes it (docs/numerics.md says what that costs).
+    """
+    m, k = dy.shape
+    if not on_kernels(dy) or k > MAX_NORM_WIDTH:
+        t, norm = dy.float() * weight, rstd[:, None]
+        if isinstance(x, ScaledTensor):
+            xhat = torch.where(weight.abs() > 1e-30, dequantize_ref(x) / weight, 0.0)
+        else:
+            xhat = x.float() * norm
+        dx = norm * (t - xhat * (t * xhat).mean(1, keepdim=True))
         return (dx if residual is None else dx + residual.float()).to(dy.dtype)
     dx = torch.empty_like(dy)
-    k = dy.shape[1]
+    coded = isinstance(x, ScaledTensor)
+    source, scale = (x.codes, x.scale) if isinstance(x, ScaledTensor) else (x, None)
     block = row_block(k)
-    defines = {"X_BF16": int(dy.dtype == torch.bfloat16), "THREADS": block.threads, "ROUNDS": block.rounds}
+    defines = {
+        "X_BF16": int(dy.dtype == torch.bfloat16),
+        "CODES": int(coded),
+        "THREADS": block.threads,
+        "ROUNDS": block.rounds,
+    }
     if dy.numel():
-        arguments = dy, x, weight, rstd, residual, dx, np.int32(k)
-        loader.launch(loader.Variant("norm.cu", tuple(defines.items())), (dy.shape[0],), block.threads, arguments, dy)
+        arguments = dy, source, scale, weight, rstd, residual, dx, np.int32(k), np.int64(source.stride(0))
+        loader.launch(loader.Variant("norm.cu", tuple(defines.items())), (m,), block.threads, arguments, dy)
     return dx
 
 
@@ -73,8 +90,7 @@ def gated(
     scale = torch.ones((3, m, 1), device=gate.device)
     if gate.numel():
         outputs = (part for i in range(3) for part in (codes[i], scale[i]))
-        arguments = (gate, up, *outputs, np.int32(k), np.int64(k + spare))
-        loader.launch(_gated(gate, activation, backward=False), (m,), GATED_THREADS, arguments, gate)
+        _launch_gated((gate, up, *outputs), gate, activation, k + spare, backward=False)
     first, second, third = (ScaledTensor(codes[i], scale[i], E4M3, PerRow()) for i in range(3))
     return first, second, third
 
@@ -102,8 +118,7 @@ def gated_backward(
     )
     if dh.numel():
         read = dh, gate.codes, gate.scale, up.codes, up.scale, columns
-        arguments = *read, dgate, dup, q.codes, q.scale, np.int32(k), np.int64(2 * k + spare)
-        loader.launch(_gated(dh, activation, backward=True), (m,), GATED_THREADS, arguments, dh)
+        _launch_gated((*read, dgate, dup, q.codes, q.scale), dh, activation, 2 * k + spare, backward=True)
     return dgate, dup, q
 
 
@@ -141,11 +156,18 @@ def on_kernels(x: torch.Tensor) -> bool:
     return x.is_cuda
 
 
-def _gated(x: torch.Tensor, activation: str, *, backward: bool) -> loader.Variant:
+def _launch_gated(
+    tensors: tuple[torch.Tensor, ...], x: torch.Tensor, activation: str, pitch: int, *, backward: bool
+) -> None:
+    m, k = x.shape
+    multiprocessors, shared = loader.limits(x.device)
+    block = gated_block(k, backward, shared)
     defines = {
         "X_BF16": int(x.dtype == torch.bfloat16),
-        "THREADS": GATED_THREADS,
         "BACKWARD": int(backward),
         "GELU": int(activation == "gelu_tanh"),
+        **block.defines(("UNROLL", "HOLD", "KEEP", "COLUMNS")),
     }
-    return loader.Variant("gated.cu", tuple(defines.items()))
+    variant = loader.Variant("gated.cu", tuple(defines.items()), block.shared_bytes(2))
+    arguments = *tensors, np.int64(m), np.int32(k), np.int64(pitch)
+    loader.launch(variant, block.grid(m, multiprocessors), block.threads, arguments, x)

@@ -19,7 +19,7 @@ from octavo.formats.recipe import Rule
 from octavo.formats.scaled import ScaledTensor
 from octavo.formats.spec import E4M3
 from octavo.kernels.cuda import loader
-from octavo.kernels.tiling import GROUP_ROUNDS, group_blocks, row_block
+from octavo.kernels.tiling import group_block, row_block
 from octavo.ops import reference
 
 FAST_SUMS = 16384
@@ -124,21 +124,23 @@ def quantize_tokens(
     if not codes.numel():
         scale.fill_(1.0)
         return q, rstd
-    block = row_block(k)
+    block = row_block(k, columns is not None)
     defines = {
         "X_BF16": int(parts[0].dtype == torch.bfloat16),
         "GROUPED": 0,
         "FOLD": int(columns is not None),
-        "THREADS": block.threads,
-        "ROUNDS": block.rounds,
         "PARTS": len(parts),
         "NORM": int(epsilon is not None),
+        **block.defines(("COLUMNS",)),
     }
     three = (*parts, *[None] * (3 - len(parts)))
     strides = [np.int64(part.stride(0) if part is not None else 0) for part in three]
-    sizes = np.float32(epsilon or 0.0), np.int32(ends[0]), np.int32(ends[min(1, len(ends) - 1)]), np.int32(k)
-    arguments = (*three, columns, codes, scale, rstd, *sizes, np.int64(k + spare), *strides)
-    loader.launch(loader.Variant("quantize.cu", tuple(defines.items())), (m,), block.threads, arguments, parts[0])
+    sizes = np.float32(epsilon or 0.0), np.int32(ends[0]), np.int32(ends[min(1, len(ends) - 1)])
+    shape = np.int64(m), np.int32(k), np.int64(k + spare)
+    arguments = (*three, columns, codes, scale, rstd, *sizes, *shape, *strides)
+    variant = loader.Variant("quantize.cu", tuple(defines.items()), block.shared_bytes(1))
+    grid = block.grid(m, loader.limits(device)[0])
+    loader.launch(variant, grid, block.threads, arguments, parts[0])
     return q, rstd
 
 
@@ -155,7 +157,8 @@ def _quantize(
     x = _aligned(x)
     m, k = x.shape
     defines = {"X_BF16": int(x.dtype == torch.bfloat16), "GROUPED": 1, "FOLD": int(columns is not None)}
-    variant = loader.Variant("quantize.cu", (*defines.items(), ("THREADS", 256), ("ROUNDS", GROUP_ROUNDS)))
+    block = group_block(k)
+    variant = loader.Variant("quantize.cu", (*defines.items(), ("THREADS", block.threads), ("ROUNDS", block.rows)))
     codes = torch.empty((m, k), dtype=torch.uint8, device=x.device)
     rows, groups = rule.granularity.scale_shape((m, k))
     scale = (
@@ -166,7 +169,7 @@ def _quantize(
     if not codes.numel():
         return ScaledTensor(codes, scale.fill_(1.0), rule.spec, rule.granularity)
     sizes = np.int64(m), np.int32(k), np.int64(x.stride(0)), *(np.int64(stride) for stride in scale.stride())
-    loader.launch(variant, (group_blocks(m, k),), 256, (x, columns, codes, scale, *sizes), x)
+    loader.launch(variant, block.grid(m, k), block.threads, (x, columns, codes, scale, *sizes), x)
     return ScaledTensor(codes, scale, rule.spec, rule.granularity)
 
 

@@ -13,7 +13,7 @@ struct uint4 { uint32_t x, y, z, w; };
 struct uint2 { uint32_t x, y; };
 struct float4 { float x, y, z, w; };
 struct dim3 { int x = 1, y = 1; };
-static dim3 blockIdx, threadIdx;
+static dim3 blockIdx, threadIdx, gridDim;
 
 namespace emulator {
 const int MAX_THREADS = 1024, STACK = 128 << 10;
@@ -24,6 +24,10 @@ static char* stacks = static_cast<char*>(malloc(size_t(MAX_THREADS) * STACK));
 static ucontext_t scheduler;
 static bool progress;  // since the last round some thread ended or passed a barrier
 static Barrier block_barrier, warp_barriers[MAX_THREADS / 32];
+// Asynchronous copies of each thread, in groups.
+struct Copy { void* to; const void* from; size_t bytes; };
+struct Copies { Copy waiting[64]; int size, groups, ends[16]; };
+static Copies copies[MAX_THREADS];
 static void (*call)(void*);
 static void* kernel;
 
@@ -44,6 +48,7 @@ static int run_block(int threads) {
     for (Barrier& barrier : warp_barriers) barrier = {32, 0, 0};
     for (int i = 0; i < threads; ++i) {
         fibers[i].done = false;
+        copies[i].size = copies[i].groups = 0;
         ucontext_t& context = fibers[i].context;
         getcontext(&context);
         context.uc_stack.ss_sp = stacks + size_t(i) * STACK;
@@ -68,6 +73,7 @@ template <class Kernel>
 static int launch(dim3 grid, int threads, Kernel body) {
     kernel = &body;
     call = [](void* self) { (*static_cast<Kernel*>(self))(); };
+    gridDim = grid;
     for (int y = 0; y < grid.y; ++y)
         for (int x = 0; x < grid.x; ++x) {
             blockIdx.x = x; blockIdx.y = y;
@@ -83,6 +89,7 @@ static Exchange exchanges[MAX_THREADS / 32];
 #define KERNEL(threads, blocks) extern "C" void
 #define DEVICE static inline
 #define SHARED static
+#define DYNAMIC_SHARED(name) static uint4 name[(227 << 10) / 16]
 
 static void __syncthreads() { emulator::wait(emulator::block_barrier); }
 static void sync_warp() { emulator::wait(emulator::warp_barriers[threadIdx.x / 32]); }
@@ -97,11 +104,46 @@ static float broadcast(float value, int lane) {
 }
 static float exchange(float value, int mask) { return broadcast(value, threadIdx.x % 32 ^ mask); }
 
+static inline uint32_t bits_of_float(float value) { uint32_t bits; memcpy(&bits, &value, 4); return bits; }
+static inline float float_of_bits(uint32_t bits) { float value; memcpy(&value, &bits, 4); return value; }
+
+static uint32_t largest_of_warp(uint32_t value) {
+    for (int mask = 16; mask > 0; mask /= 2) {
+        const uint32_t other = bits_of_float(exchange(float_of_bits(value), mask));
+        if (other > value) value = other;
+    }
+    return value;
+}
+
+// Nothing arrives before it is waited for, and what was there is gone at once.
+static void copy_later(void* to, const void* from, size_t bytes) {
+    emulator::Copies& mine = emulator::copies[threadIdx.x];
+    if (mine.size == 64) abort();
+    memset(to, 0xA5, bytes);
+    mine.waiting[mine.size++] = {to, from, bytes};
+}
+static inline void copy_later(uint4* to, const void* from) { copy_later(to, from, 16); }
+static inline void copy_later(uint2* to, const void* from) { copy_later(to, from, 8); }
+static void end_of_copies() {
+    emulator::Copies& mine = emulator::copies[threadIdx.x];
+    if (mine.groups == 16) abort();
+    mine.ends[mine.groups++] = mine.size;
+}
+template <int later>
+static void wait_for_copies() {
+    emulator::Copies& mine = emulator::copies[threadIdx.x];
+    const int done = mine.groups - later;
+    if (done <= 0) return;
+    const int end = mine.ends[done - 1];
+    for (int i = 0; i < end; ++i) memcpy(mine.waiting[i].to, mine.waiting[i].from, mine.waiting[i].bytes);
+    memmove(mine.waiting, mine.waiting + end, (mine.size - end) * sizeof(emulator::Copy));
+    for (int i = 0; i < later; ++i) mine.ends[i] = mine.ends[done + i] - end;
+    mine.size -= end, mine.groups = later;
+}
+
 static inline uint4 load_once(const void* address) { uint4 v; memcpy(&v, address, 16); return v; }
 static inline uint4 load_shared_by_all(const void* address) { return load_once(address); }
 static inline float rounded_product(float a, float b) { return a * b; }
-static inline uint32_t bits_of_float(float value) { uint32_t bits; memcpy(&bits, &value, 4); return bits; }
-static inline float float_of_bits(uint32_t bits) { float value; memcpy(&value, &bits, 4); return value; }
 
 static inline float exp2_approximately(float x) { return exp2f(x); }
 static inline float reciprocal_approximately(float x) { return 1.0f / x; }
@@ -135,6 +177,8 @@ static inline uint16_t fp16_of_float(float value) {
     const uint32_t body = bits_of_float(magnitude);
     return sign | uint16_t((body + 0xFFF + (body >> 13 & 1) - (112u << 23)) >> 13);
 }
+static inline uint32_t bf16x2_of_floats(float low, float high) { return bf16_of_float(low) | uint32_t(bf16_of_float(high)) << 16; }
+static inline uint32_t fp16x2_of_floats(float low, float high) { return fp16_of_float(low) | uint32_t(fp16_of_float(high)) << 16; }
 static inline uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
     uint32_t result = 0;
     for (int i = 0; i < 2; ++i)

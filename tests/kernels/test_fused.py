@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from octavo.formats.reference import dequantize_ref
+from octavo.kernels.tiling import RowBlock
 from octavo.ops import fused
 from octavo.testing import FLOOR_DB, assert_sqnr
 
@@ -70,6 +71,21 @@ def test_norm_backward(both, k, with_residual):
     assert_sqnr(found[rows], exact[rows], FLOOR_DB["rounding", "bfloat16"] - 1)  # 64 values a row: the mean is rough
 
 
+@pytest.mark.parametrize("k", [64, 2056])
+def test_norm_backward_from_the_codes(both, k):
+    """What the products read is enough: the error of the codes enters one small term; zeros in the weight too."""
+    x, dy = values(5, k), values(5, k, 1)
+    weight = torch.rand(k, generator=torch.Generator().manual_seed(3)) + 0.25
+    weight[7] = 0
+    q, rstd = fused.quantize_tokens(x, columns=weight, epsilon=1e-6, spare=16)
+    found, want = both(fused.norm_backward, dy, q, weight, rstd)
+    assert_sqnr(found, want, FLOOR_DB["rounding", "bfloat16"] - 1)
+    rows = [0, 2, 3, 4]
+    wide = x.double().requires_grad_()
+    torch.nn.functional.rms_norm(wide, (k,), weight.double(), 1e-6).backward(dy.double())
+    assert_sqnr(found[rows], wide.grad[rows], 25.0 if k == 64 else 40.0)
+
+
 @ACTIVATIONS
 @pytest.mark.parametrize("k", [8, 576, 4104, 16392])
 def test_gated(both, k, activation):
@@ -81,6 +97,26 @@ def test_gated(both, k, activation):
     # exp differs in the last bits, which moves a code now and then by one
     assert (found[0].codes.int() - want[0].codes.int()).abs().max() <= 1
     assert (found[0].codes != want[0].codes).float().mean() < 1e-3
+
+
+STAGED = [RowBlock(96, 1, 3, 1), RowBlock(64, 2, 2, 1, ("UNROLL", "KEEP")), RowBlock(64, 2, 2, 1, ("UNROLL", "HOLD"))]
+
+
+@pytest.mark.parametrize("block", [*STAGED, RowBlock(64, 2, 2, 1, ("UNROLL", "HOLD", "COLUMNS"))], ids=str)
+def test_gated_with_rows_on_their_way(both, block, monkeypatch):
+    """Each block takes several rows, with those after them already in its shared memory; an Inf among them."""
+    monkeypatch.setattr(fused, "gated_block", lambda *_: block)
+    gate, up = values(7, 576), values(7, 576, 1)
+    gate[2, 5] = up[3, 70] = torch.inf
+    found, want = both(fused.gated, gate, up, "silu")
+    for ours, theirs in zip(found[1:], want[1:], strict=True):
+        assert torch.equal(ours.codes, theirs.codes) and torch.equal(ours.scale, theirs.scale)
+    assert (found[0].codes.int() - want[0].codes.int()).abs().max() <= 1
+    dh, columns = values(7, 576, 2), torch.rand(1152, generator=torch.Generator().manual_seed(3))
+    dh[4, 9] = torch.inf
+    dgate, dup, q = both(fused.gated_backward, dh, *want[1:], columns, "silu")[0]
+    again = fused.quantize_tokens(dgate, dup, columns=columns)[0]
+    assert torch.equal(q.codes, again.codes) and torch.equal(q.scale, again.scale)
 
 
 @ACTIVATIONS

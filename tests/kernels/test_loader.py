@@ -6,7 +6,7 @@ import pytest
 
 from octavo.base.errors import UnsupportedError
 from octavo.kernels.cuda import loader
-from octavo.kernels.tiling import FEW, FEW_ROWS, MORE
+from octavo.kernels.tiling import FEW, FEW_ROWS, MORE, gated_block, group_block, row_block
 
 pytest.importorskip("cuda.core")
 ARCHITECTURES = ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"]
@@ -23,42 +23,35 @@ VARIANTS = [
     w8a16(tile, x_bf16, 0, scales) for tile in (FEW, FEW_ROWS, MORE) for x_bf16 in (0, 1) for scales in (0, 1, 2)
 ]
 VARIANTS += [w8a16(FEW, x_bf16, 1, 1) for x_bf16 in (0, 1)]
+
+
+def tokens(k, parts=1, fold=1, norm=0):
+    block = row_block(k, bool(fold))
+    shape = {"X_BF16": 1, "GROUPED": 0, "FOLD": fold, "PARTS": parts, "NORM": norm}
+    return loader.Variant("quantize.cu", tuple((shape | block.defines(("COLUMNS",))).items()))
+
+
+def gated(k, backward, shared, gelu=0):
+    block = gated_block(k, bool(backward), shared << 10)
+    shape = {"X_BF16": 1, "BACKWARD": backward, "GELU": gelu}
+    return loader.Variant("gated.cu", tuple((shape | block.defines(("UNROLL", "HOLD", "KEEP", "COLUMNS"))).items()))
+
+
+VARIANTS += [tokens(64, fold=0), tokens(4096, norm=1), tokens(6144, parts=3), tokens(14336), tokens(28672)]
 VARIANTS += [
-    loader.Variant(
-        "quantize.cu",
-        (
-            ("X_BF16", 1),
-            ("GROUPED", grouped),
-            ("FOLD", fold),
-            ("THREADS", threads),
-            ("ROUNDS", rounds),
-            ("PARTS", parts),
-            ("NORM", norm),
-        ),
-    )
-    for grouped, fold, threads, rounds, parts, norm in (
-        (0, 0, 128, 1, 1, 0),
-        (0, 1, 512, 4, 1, 0),
-        (0, 1, 512, 8, 1, 0),
-        (0, 1, 256, 3, 3, 0),
-        (0, 1, 512, 8, 1, 1),
-        (1, 0, 256, 4, 1, 0),
-        (1, 1, 256, 4, 1, 0),
-    )
+    loader.Variant("quantize.cu", (("X_BF16", 1), ("GROUPED", 1), ("FOLD", 1), ("THREADS", threads), ("ROUNDS", rows)))
+    for threads, rows in (dataclasses.astuple(group_block(k)) for k in (64, 4096))
+]
+VARIANTS += [gated(k, backward, 227) for k in (576, 14336, 28672) for backward in (0, 1)]
+VARIANTS += [gated(14336, backward, 99, gelu=1) for backward in (0, 1)]
+VARIANTS += [
+    loader.Variant("norm.cu", (("X_BF16", 1), ("CODES", codes), ("THREADS", 512), ("ROUNDS", 4))) for codes in (0, 1)
 ]
 VARIANTS += [
     loader.Variant("dequantize.cu", (("OUT_BF16", 1), ("SCALES", scales), ("ALIGNED", aligned)))
     for scales, aligned in ((0, 0), (1, 1), (2, 1))
 ]
-VARIANTS += [
-    loader.Variant("transpose.cu", ()),
-    loader.Variant("norm.cu", (("X_BF16", 1), ("THREADS", 512), ("ROUNDS", 4))),
-]
-VARIANTS += [
-    loader.Variant("gated.cu", (("X_BF16", 1), ("THREADS", 512), ("BACKWARD", backward), ("GELU", gelu)))
-    for backward in (0, 1)
-    for gelu in (0, 1)
-]
+VARIANTS.append(loader.Variant("transpose.cu", ()))
 VARIANTS += [
     loader.Variant("round_columns.cu", (("COMPENSATE", passed), ("MANTISSA", 3), ("MAX", 448), ("FINEST", 9)))
     for passed in (0, 1)

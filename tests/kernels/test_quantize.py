@@ -7,6 +7,7 @@ from octavo.formats.granularity import PerGroup, PerRow
 from octavo.formats.recipe import Rule
 from octavo.formats.reference import quantize_ref
 from octavo.formats.spec import E4M3
+from octavo.kernels.tiling import RowBlock
 from octavo.ops import native
 
 pytestmark = pytest.mark.usefixtures("on_host")
@@ -72,6 +73,17 @@ def test_columns_are_folded_in_float32(grouped, dtype):
     x, columns = awkward(5, 576, dtype), torch.rand(576) * 1e-3
     codes, scale = run(x, grouped, columns)
     want = quantize_ref(x.float() * columns, E4M3, granularity(grouped))
+    assert torch.equal(scale, want.scale) and torch.equal(codes, want.codes)
+
+
+@pytest.mark.parametrize("flags", [(), ("COLUMNS",)], ids=str)
+@pytest.mark.parametrize("stages", [2, 3])
+def test_rows_on_their_way(stages, flags, monkeypatch):
+    """Each block takes several rows, with those after them already in its shared memory."""
+    monkeypatch.setattr(native, "row_block", lambda *_: RowBlock(96, 1, stages, 1, flags))
+    x, columns = awkward(9, 576, torch.bfloat16), torch.rand(576) * 1e-3
+    codes, scale = run(x, False, columns)
+    want = quantize_ref(x.float() * columns, E4M3, PerRow())
     assert torch.equal(scale, want.scale) and torch.equal(codes, want.codes)
 
 

@@ -15,6 +15,7 @@ typedef long long i64;
 #define KERNEL(threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks)
 #define DEVICE __device__ __forceinline__
 #define SHARED __shared__
+#define DYNAMIC_SHARED(name) extern __shared__ uint4 name[]
 
 // 16 bytes that are read once: past L1, first to leave L2.
 DEVICE uint4 load_once(const void* address) {
@@ -28,11 +29,31 @@ DEVICE uint4 load_once(const void* address) {
 // 16 bytes that other warps read too.
 DEVICE uint4 load_shared_by_all(const void* address) { return __ldg(static_cast<const uint4*>(address)); }
 
+// 16 or 8 bytes into shared memory without a register: there, for this thread, once wait_for_copies says so.
+DEVICE void copy_later(uint4* to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(u32(__cvta_generic_to_shared(to))), "l"(from));
+}
+
+DEVICE void copy_later(uint2* to, const void* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(u32(__cvta_generic_to_shared(to))), "l"(from));
+}
+
+DEVICE void end_of_copies() { asm volatile("cp.async.commit_group;"); }
+
+// Until all but the last `later` groups of copies are there.
+template <int later>
+DEVICE void wait_for_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(later) : "memory");
+}
+
 // The value of the lane whose number differs by the bits of `mask`.
 DEVICE float exchange(float value, int mask) { return __shfl_xor_sync(0xFFFFFFFFu, value, mask); }
 
 // The value of one lane.
 DEVICE float broadcast(float value, int lane) { return __shfl_sync(0xFFFFFFFFu, value, lane); }
+
+// The largest of the warp's values.
+DEVICE u32 largest_of_warp(u32 value) { return __reduce_max_sync(0xFFFFFFFFu, value); }
 
 DEVICE u32 permute(u32 low, u32 high, u32 selector) { return __byte_perm(low, high, selector); }
 DEVICE float rounded_product(float a, float b) { return __fmul_rn(a, b); }  // never part of a fused multiply-add
@@ -58,22 +79,35 @@ DEVICE u16 bf16_of_float(float value) {
     return bits;
 }
 
+// Two rounded values, the first in the lower half.
+DEVICE u32 fp16x2_of_floats(float low, float high) {
+    u32 pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+DEVICE u32 bf16x2_of_floats(float low, float high) {
+    u32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
 DEVICE float float_of_fp16(u16 bits) {
     float value;
     asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
     return value;
 }
 
-// 2**x and 1 / x to a few units in the last place.
+// 2**x to two, 1 / x to one unit in the last place; subnormal numbers are zeros.
 DEVICE float exp2_approximately(float x) {
     float value;
-    asm("ex2.approx.f32 %0, %1;" : "=f"(value) : "f"(x));
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(x));
     return value;
 }
 
 DEVICE float reciprocal_approximately(float x) {
     float value;
-    asm("rcp.approx.f32 %0, %1;" : "=f"(value) : "f"(x));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(x));
     return value;
 }
 
@@ -139,14 +173,16 @@ DEVICE u32 e4m3_of_float(float value) {
     return code | ((bits >> 24) & 0x80u);
 }
 
-// Four of them, the first in the lowest byte. SM89 and later convert two in one instruction, which forgets a NaN's sign.
+// Four of them, the first in the lowest byte, as SM89's instruction converts: NaN loses its sign.
 DEVICE u32 e4m3_of_floats(float a, float b, float c, float d) {
 #if !defined(OCTAVO_HOST) && __CUDA_ARCH__ >= 890
     u16 low, high;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));
-    const u32 codes = low | u32(high) << 16;
-    if ((((codes & 0x7F7F7F7Fu) + 0x01010101u) & 0x80808080u) == 0) return codes;
+    return low | u32(high) << 16;
+#else
+    u32 codes = e4m3_of_float(a) | e4m3_of_float(b) << 8 | e4m3_of_float(c) << 16 | e4m3_of_float(d) << 24;
+    const u32 nan = ((codes & 0x7F7F7F7Fu) + 0x01010101u) & 0x80808080u;
+    return codes & ~nan;
 #endif
-    return e4m3_of_float(a) | e4m3_of_float(b) << 8 | e4m3_of_float(c) << 16 | e4m3_of_float(d) << 24;
 }

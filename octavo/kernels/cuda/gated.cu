@@ -5,10 +5,12 @@
 // the codes [M, 2 K] of (dGate * columns | dUp * columns) with one scale a token, for dX as one product. Float32
 // inside; what is quantized in the backward pass is the rounded dGate and dUp.
 //
-// One block a token, which passes over its row twice: once for the scales, once, from the caches, for the codes. Few
-// registers and many warps are faster here than a row in registers, or four rows that share the columns (measured).
-// The codes that the next product reads are `pitch` bytes a row apart. Compiled per variant with: NAME, X_BF16, THREADS,
-// BACKWARD, GELU. Needs K and pitch % 8 == 0; everything else contiguous.
+// A block takes every gridDim.x-th token and looks at its row twice: for the scales, then for the codes. STAGES 1: each
+// look loads it; more: rows are on their way into shared memory (32 * THREADS * ROUNDS bytes each) while others are worked
+// on, and the looks are at that. The codes that the next product reads are `pitch` bytes a row apart.
+// Compiled per variant with: NAME, X_BF16, BACKWARD, GELU, THREADS, ROUNDS, STAGES, BLOCKS a multiprocessor, UNROLL (the
+// rounds), and what is kept in registers between the looks: HOLD the row (backward: its gradients), KEEP the product,
+// COLUMNS the columns for all rows. Needs K and pitch % 8 == 0; everything else contiguous.
 #include "rows.cuh"
 
 #define LOG2_E 1.4426950408889634f
@@ -36,87 +38,214 @@ DEVICE Values product(const Values& gate, const Values& up) {
     return h;
 }
 
-// The scale of a row whose `at(k)` are its values: a second look only where there is an Inf.
-template <class At>
-DEVICE Scale scale_of_row(float amax, int K, float (&scratch)[2][THREADS / 32], At at) {
-    amax = amax_of_block(amax, scratch[0]);
-    const bool infinite = amax == INFINITE;
-    if (infinite) {
-        amax = 0.0f;
-        for (int k = threadIdx.x * 8; k < K; k += THREADS * 8) amax = larger(amax, finite_amax(at(k)));
-        amax = amax_of_block(amax, scratch[1]);
-    }
-    return scale_of(amax, infinite);
-}
+DEVICE int column(int r) { return (r * THREADS + int(threadIdx.x)) * 8; }
 
 #if BACKWARD
 
-KERNEL(THREADS, 1)
+KERNEL(THREADS, BLOCKS)
 NAME(const u16* dh, const u8* gate, const float* gate_scale, const u8* up, const float* up_scale, const float* columns,
-     u16* dgate, u16* dup, u8* codes, float* scale, int K, i64 pitch) {
-    SHARED float amax_of_warp[2][THREADS / 32];
-    const i64 row = blockIdx.x;
-    const float gate_unit = gate_scale[row], up_unit = up_scale[row];
-    float amax = 0.0f;
-    for (int k = threadIdx.x * 8; k < K; k += THREADS * 8) {
-        const i64 at = row * K + k;
-        const Values g = decoded(*reinterpret_cast<const uint2*>(gate + at), gate_unit);
-        const Values u = decoded(*reinterpret_cast<const uint2*>(up + at), up_unit);
-        const Values d = values(load_once(dh + at));
-        Values to_gate, to_up;
+     u16* dgate, u16* dup, u8* codes, float* scale, i64 M, int K, i64 pitch) {
+    SHARED u32 amax_of_warp[2][WARPS], rare[WARPS];
+    DYNAMIC_SHARED(staged);
+    // a stage: dh of all, then gate's codes, then up's
+    const auto dh_at = [&](int stage, int r) { return staged + stage * ROUNDS * THREADS * 2 + r * THREADS + threadIdx.x; };
+    const auto codes_at = [&](int stage, int which, int r) {
+        return reinterpret_cast<uint2*>(staged + (stage * 2 + 1) * ROUNDS * THREADS) + (which * ROUNDS + r) * THREADS +
+               threadIdx.x;
+    };
+    const auto stage = [&](i64 row, int to) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const Activation a = activation(g.at[i]);
-            to_gate.at[i] = float_of(rounded(d.at[i] * u.at[i] * a.slope));
-            to_up.at[i] = float_of(rounded(d.at[i] * a.value));
-        }
-        store_rounded(dgate + at, to_gate);
-        store_rounded(dup + at, to_up);
-        amax = larger(amax, amax_of(times(to_gate, columns + k)));
-        amax = larger(amax, amax_of(times(to_up, columns + K + k)));
+        for (int r = 0; r < ROUNDS; ++r)
+            if (row < M && column(r) < K) {
+                copy_later(dh_at(to, r), dh + row * K + column(r));
+                copy_later(codes_at(to, 0, r), gate + row * K + column(r));
+                copy_later(codes_at(to, 1, r), up + row * K + column(r));
+            }
+        end_of_copies();
+    };
+#if COLUMNS
+    Values by[2][ROUNDS];
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+        by[0][r] = floats(columns + (column(r) < K ? column(r) : 0));
+        by[1][r] = floats(columns + (column(r) < K ? K + column(r) : 0));
     }
-    // What follows reads what this thread wrote, from the cache: it would not fit its registers.
-    const auto gate_at = [=](int k) {
-        return times(values(*reinterpret_cast<const uint4*>(dgate + row * K + k)), columns + k);
+    const auto folded = [&](const uint4& v, int which, int r) { return times(values(v), by[which][r]); };
+#else
+    const auto folded = [&](const uint4& v, int which, int r) {
+        return times(values(v), floats(columns + (column(r) < K ? which * K + column(r) : 0)));
     };
-    const auto up_at = [=](int k) {
-        return times(values(*reinterpret_cast<const uint4*>(dup + row * K + k)), columns + K + k);
-    };
-    const Scale s = scale_of_row(amax, 2 * K, amax_of_warp, [=](int k) { return k < K ? gate_at(k) : up_at(k - K); });
-    if (threadIdx.x == 0) scale[row] = s.value;
-    for (int k = threadIdx.x * 8; k < K; k += THREADS * 8) {
-        store_codes(codes + row * pitch + k, gate_at(k), s);
-        store_codes(codes + row * pitch + K + k, up_at(k), s);
+#endif
+#if STAGES > 1
+#pragma unroll
+    for (int i = 0; i < STAGES - 1; ++i) stage(blockIdx.x + i64(i) * gridDim.x, i);
+#endif
+    int turn = 0;
+    for (i64 row = blockIdx.x; row < M; row += gridDim.x, ++turn) {
+        const float gate_unit = gate_scale[row], up_unit = up_scale[row];
+#if STAGES > 1
+        wait_for_copies<STAGES - 2>();
+        stage(row + i64(STAGES - 1) * gridDim.x, (turn + STAGES - 1) % STAGES);
+#endif
+        float amax = 0.0f;
+#if HOLD
+        uint4 to_gate[ROUNDS], to_up[ROUNDS];
+#endif
+#pragma unroll (UNROLL ? ROUNDS : 1)
+        for (int r = 0; r < ROUNDS; ++r) {
+            const i64 at = row * K + column(r);
+            const bool inside = column(r) < K;
+#if STAGES > 1
+            const uint4 from = inside ? *dh_at(turn % STAGES, r) : uint4{0, 0, 0, 0};
+            const uint2 gate_codes = inside ? *codes_at(turn % STAGES, 0, r) : uint2{0, 0};
+            const uint2 up_codes = inside ? *codes_at(turn % STAGES, 1, r) : uint2{0, 0};
+#else
+            const uint4 from = inside ? load_once(dh + at) : uint4{0, 0, 0, 0};
+            const uint2 gate_codes = inside ? *reinterpret_cast<const uint2*>(gate + at) : uint2{0, 0};
+            const uint2 up_codes = inside ? *reinterpret_cast<const uint2*>(up + at) : uint2{0, 0};
+#endif
+            const Values d = values(from), g = decoded(gate_codes, gate_unit), u = decoded(up_codes, up_unit);
+            Values first, second;
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const Activation a = activation(g.at[i]);
+                first.at[i] = d.at[i] * u.at[i] * a.slope;
+                second.at[i] = d.at[i] * a.value;
+            }
+            const uint4 one = rounded(first), other = rounded(second);
+            if (inside) {
+                *reinterpret_cast<uint4*>(dgate + at) = one;
+                *reinterpret_cast<uint4*>(dup + at) = other;
+            }
+            amax = larger(amax, amax_of(folded(one, 0, r)));
+            amax = larger(amax, amax_of(folded(other, 1, r)));
+#if HOLD
+            to_gate[r] = one, to_up[r] = other;
+#elif STAGES > 1
+            *dh_at(turn % STAGES, r) = one;
+            *codes_at(turn % STAGES, 0, r) = uint2{other.x, other.y};
+            *codes_at(turn % STAGES, 1, r) = uint2{other.z, other.w};
+#endif
+        }
+#if HOLD
+        const auto again = [&](int which, int r) { return folded(which ? to_up[r] : to_gate[r], which, r); };
+#elif STAGES > 1
+        const auto again = [&](int which, int r) {
+            const uint2 low = *codes_at(turn % STAGES, 0, r), high = *codes_at(turn % STAGES, 1, r);
+            const uint4 found = which ? uint4{low.x, low.y, high.x, high.y} : *dh_at(turn % STAGES, r);
+            return folded(column(r) < K ? found : uint4{0, 0, 0, 0}, which, r);
+        };
+#else
+        // What this thread wrote, from the cache.
+        const auto again = [&](int which, int r) {
+            const u16* from = (which ? dup : dgate) + row * K + column(r);
+            return folded(column(r) < K ? *reinterpret_cast<const uint4*>(from) : uint4{0, 0, 0, 0}, which, r);
+        };
+#endif
+        leave_amax(amax, amax_of_warp[turn % 2]);
+        __syncthreads();
+        const Scale s = scale_of_row(take_amax(amax_of_warp[turn % 2]), rare, [&] {
+            float finite = 0.0f;
+#pragma unroll (UNROLL ? ROUNDS : 1)
+            for (int r = 0; r < ROUNDS; ++r)
+                finite = larger(larger(finite, finite_amax(again(0, r))), finite_amax(again(1, r)));
+            return finite;
+        });
+        if (threadIdx.x == 0) scale[row] = s.value;
+#pragma unroll (UNROLL ? ROUNDS : 1)
+        for (int r = 0; r < ROUNDS; ++r) {
+            if (column(r) >= K) continue;
+            store_codes(codes + row * pitch + column(r), again(0, r), s);
+            store_codes(codes + row * pitch + K + column(r), again(1, r), s);
+        }
     }
 }
 
 #else
 
-KERNEL(THREADS, 1)
+KERNEL(THREADS, BLOCKS)
 NAME(const u16* gate, const u16* up, u8* codes, float* scale, u8* gate_codes, float* gate_scale, u8* up_codes,
-     float* up_scale, int K, i64 pitch) {
-    SHARED float amax_of_warp[3][2][THREADS / 32];
-    const i64 row = blockIdx.x;
-    const auto gate_at = [=](int k) { return values(*reinterpret_cast<const uint4*>(gate + row * K + k)); };
-    const auto up_at = [=](int k) { return values(*reinterpret_cast<const uint4*>(up + row * K + k)); };
-    float amax[3] = {0.0f, 0.0f, 0.0f};
-    for (int k = threadIdx.x * 8; k < K; k += THREADS * 8) {
-        const Values g = gate_at(k), u = up_at(k);
-        amax[0] = larger(amax[0], amax_of(product(g, u)));
-        amax[1] = larger(amax[1], amax_of(g));
-        amax[2] = larger(amax[2], amax_of(u));
-    }
-    const auto product_at = [=](int k) { return product(gate_at(k), up_at(k)); };
-    const Scale s = scale_of_row(amax[0], K, amax_of_warp[0], product_at);
-    const Scale gate_unit = scale_of_row(amax[1], K, amax_of_warp[1], gate_at);
-    const Scale up_unit = scale_of_row(amax[2], K, amax_of_warp[2], up_at);
-    if (threadIdx.x == 0) scale[row] = s.value, gate_scale[row] = gate_unit.value, up_scale[row] = up_unit.value;
-    for (int k = threadIdx.x * 8; k < K; k += THREADS * 8) {
-        const i64 at = row * K + k;
-        const Values g = gate_at(k), u = up_at(k);
-        store_codes(codes + row * pitch + k, product(g, u), s);
-        store_codes(gate_codes + at, g, gate_unit);
-        store_codes(up_codes + at, u, up_unit);
+     float* up_scale, i64 M, int K, i64 pitch) {
+    SHARED u32 amax_of_warp[2][3][WARPS], rare[WARPS];
+    DYNAMIC_SHARED(staged);
+    const auto place = [&](int stage, int which, int r) {
+        return staged + ((stage * 2 + which) * ROUNDS + r) * THREADS + threadIdx.x;
+    };
+    const auto stage = [&](i64 row, int to) {
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r)
+            if (row < M && column(r) < K) {
+                copy_later(place(to, 0, r), gate + row * K + column(r));
+                copy_later(place(to, 1, r), up + row * K + column(r));
+            }
+        end_of_copies();
+    };
+#if STAGES > 1
+#pragma unroll
+    for (int i = 0; i < STAGES - 1; ++i) stage(blockIdx.x + i64(i) * gridDim.x, i);
+#endif
+    int turn = 0;
+    for (i64 row = blockIdx.x; row < M; row += gridDim.x, ++turn) {
+#if STAGES > 1
+        wait_for_copies<STAGES - 2>();
+        stage(row + i64(STAGES - 1) * gridDim.x, (turn + STAGES - 1) % STAGES);
+        const auto load = [&](int which, int r) {
+            return column(r) < K ? *place(turn % STAGES, which, r) : uint4{0, 0, 0, 0};
+        };
+#else
+        const auto load = [&](int which, int r) {
+            const u16* from = (which ? up : gate) + row * K + column(r);
+            return column(r) < K ? (HOLD ? load_once(from) : load_shared_by_all(from)) : uint4{0, 0, 0, 0};
+        };
+#endif
+#if HOLD
+        uint4 loaded[2][ROUNDS];
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r) loaded[0][r] = load(0, r), loaded[1][r] = load(1, r);
+        const auto at = [&](int which, int r) { return values(loaded[which][r]); };
+#else
+        const auto at = [&](int which, int r) { return values(load(which, r)); };
+#endif
+#if KEEP
+        Values kept[ROUNDS];
+        const auto product_at = [&](int r) { return kept[r]; };
+#else
+        const auto product_at = [&](int r) { return product(at(0, r), at(1, r)); };
+#endif
+        float amax[3] = {0.0f, 0.0f, 0.0f};
+#pragma unroll (UNROLL ? ROUNDS : 1)
+        for (int r = 0; r < ROUNDS; ++r) {
+            const Values g = at(0, r), u = at(1, r), h = product(g, u);
+#if KEEP
+            kept[r] = h;
+#endif
+            amax[0] = larger(amax[0], amax_of(h));
+            amax[1] = larger(amax[1], amax_of(g));
+            amax[2] = larger(amax[2], amax_of(u));
+        }
+#pragma unroll
+        for (int i = 0; i < 3; ++i) leave_amax(amax[i], amax_of_warp[turn % 2][i]);
+        __syncthreads();
+        const auto scale_from = [&](int i, auto value_at) {
+            return scale_of_row(take_amax(amax_of_warp[turn % 2][i]), rare, [&] {
+                float finite = 0.0f;
+#pragma unroll (UNROLL ? ROUNDS : 1)
+                for (int r = 0; r < ROUNDS; ++r) finite = larger(finite, finite_amax(value_at(r)));
+                return finite;
+            });
+        };
+        const Scale s = scale_from(0, product_at);
+        const Scale gate_unit = scale_from(1, [&](int r) { return at(0, r); });
+        const Scale up_unit = scale_from(2, [&](int r) { return at(1, r); });
+        if (threadIdx.x == 0) scale[row] = s.value, gate_scale[row] = gate_unit.value, up_scale[row] = up_unit.value;
+#pragma unroll (UNROLL ? ROUNDS : 1)
+        for (int r = 0; r < ROUNDS; ++r) {
+            const i64 to = row * K + column(r);
+            if (column(r) >= K) continue;
+            store_codes(codes + row * pitch + column(r), product_at(r), s);
+            store_codes(gate_codes + to, at(0, r), gate_unit);
+            store_codes(up_codes + to, at(1, r), up_unit);
+        }
     }
 }
 

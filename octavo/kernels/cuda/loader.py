@@ -26,16 +26,21 @@ from octavo.base.report import atomic_write
 
 SOURCES = Path(__file__).parent
 ENTRY = "octavo_kernel"
+STATIC_SHARED = 48 << 10  # bytes of shared memory that a block gets without asking
 # A kernel that spills, keeps local arrays or computes in FP64 is a mistake, on any GPU: it does not compile.
 PTXAS = ["--warn-on-spills", "--warn-on-local-memory-usage", "--warn-on-double-precision-use", "-Werror"]
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One kernel: a source file of this folder and the macros that specialize it."""
+    """One kernel: a source file of this folder and the macros that specialize it.
+
+    shared: bytes of its dynamic shared memory.
+    """
 
     source: str
     defines: tuple[tuple[str, int], ...]
+    shared: int = 0
 
     @property
     def text(self) -> str:
@@ -87,7 +92,10 @@ def load(variant: Variant, sm: tuple[int, int]) -> Any:
         atomic_write(path, hashlib.sha256(code).digest() + code)
     try:
         opened = ObjectCode.from_cubin(code) if arch.startswith("sm_") else ObjectCode.from_ptx(code)
-        return opened.get_kernel(ENTRY)
+        kernel = opened.get_kernel(ENTRY)
+        if variant.shared > STATIC_SHARED:
+            _allow_shared(kernel, variant.shared)
+        return kernel
     except Exception as error:
         if type(error).__name__ != "CUDAError":
             raise
@@ -119,7 +127,7 @@ def launch(variant: Variant, grid: tuple[int, ...], threads: int, arguments: tup
         kernel = load(variant, torch.cuda.get_device_capability(device))
         stream = _stream(torch.cuda.current_stream(device).cuda_stream)
         addresses = [_address(argument) for argument in arguments]
-        launch(stream, LaunchConfig(grid=grid, block=threads), kernel, *addresses)
+        launch(stream, LaunchConfig(grid=grid, block=threads, shmem_size=variant.shared), kernel, *addresses)
         if env().debug_sync:
             _check(variant, grid, arguments, device)
 
@@ -180,6 +188,37 @@ def _address(argument: Any) -> Any:
     if argument is None:
         return 0
     return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
+
+
+@cache
+def limits(device: torch.device) -> tuple[int, int]:
+    """Multiprocessors, and bytes of shared memory that one block can ask for. Off the GPU, of an imagined one."""
+    if device.type != "cuda":
+        return 2, 99 << 10
+    from cuda.bindings import driver
+
+    names = driver.CUdevice_attribute
+    count = _checked(driver.cuDeviceGetAttribute(names.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, _index(device)))
+    optin = names.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+    return count, _checked(driver.cuDeviceGetAttribute(optin, _index(device)))
+
+
+def _allow_shared(kernel: Any, size: int) -> None:
+    from cuda.bindings import driver
+
+    limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    _checked(driver.cuKernelSetAttribute(limit, size, kernel.handle, torch.cuda.current_device()))
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def _checked(answer: tuple[Any, ...]) -> Any:
+    status, *values = answer
+    if status.value:
+        raise OctavoError("a call of the CUDA driver failed", got=str(status))
+    return values[0] if values else None
 
 
 @lru_cache(maxsize=64)

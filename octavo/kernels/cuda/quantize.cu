@@ -8,110 +8,135 @@
 //
 // A thread takes 8 values of a row in each of ROUNDS rounds and keeps them in registers, so x is read once; where that
 // are too many, the second look is at the cache. Compiled per variant with:
-// NAME, X_BF16, GROUPED (0 token, 1 group of 128), FOLD, THREADS, ROUNDS, and for tokens PARTS and NORM. Needs
-// widths and pitch % 8 == 0, rows on 16-byte boundaries, and for tokens K <= 8 * THREADS * ROUNDS.
+// NAME, X_BF16, GROUPED (0 token, 1 group of 128), FOLD, THREADS, ROUNDS, and for tokens PARTS, NORM, STAGES, BLOCKS. Needs
+// widths % 8 == 0, rows on 16-byte boundaries, and for tokens K <= 8 * THREADS * ROUNDS.
 #include "rows.cuh"
-
-#define IN_REGISTERS 4
-#define UNROLL (ROUNDS > IN_REGISTERS ? 1 : ROUNDS)
 
 #if GROUPED
 
-// 16 lanes a group; scale of (row, group) at row * row_stride + group * group_stride: cuBLAS wants them column by column.
+// 16 lanes a group, ROUNDS rows; scale of (row, group) at row * row_stride + group * group_stride: cuBLAS wants them
+// column by column.
 KERNEL(THREADS, 1)
 NAME(const u16* x, const float* columns, u8* codes, float* scale, i64 M, int K, i64 x_stride, i64 row_stride,
      i64 group_stride) {
     const int groups = (K + 127) / 128, lane = threadIdx.x % 16;
+    const int group = blockIdx.y * (THREADS / 16) + threadIdx.x / 16, k = group * 128 + lane * 8;
+    const i64 first = i64(blockIdx.x) * ROUNDS;
     uint4 loaded[ROUNDS];
 #pragma unroll
-    for (int r = 0; r < ROUNDS; ++r) {
-        const i64 group = (i64(blockIdx.x) * ROUNDS + r) * (THREADS / 16) + threadIdx.x / 16;
-        const i64 row = group / groups;
-        const int k = int(group % groups) * 128 + lane * 8;
-        loaded[r] = row < M && k < K ? load_once(x + row * x_stride + k) : uint4{0, 0, 0, 0};
-    }
+    for (int r = 0; r < ROUNDS; ++r)
+        loaded[r] = first + r < M && k < K ? load_once(x + (first + r) * x_stride + k) : uint4{0, 0, 0, 0};
+    Values by;
+    if (FOLD) by = floats(columns + (k < K ? k : 0));
 #pragma unroll
     for (int r = 0; r < ROUNDS; ++r) {
-        const i64 group = (i64(blockIdx.x) * ROUNDS + r) * (THREADS / 16) + threadIdx.x / 16;
-        const i64 row = group / groups;
-        const int in_row = int(group % groups), k = in_row * 128 + lane * 8;
-        const bool inside = row < M && k < K;
+        const i64 row = first + r;
         Values v = values(loaded[r]);
-        if (FOLD) v = times(v, columns + (inside ? k : 0));
+        if (FOLD) v = times(v, by);
         float amax = amax_of_lanes(amax_of(v), 16);
-        const bool infinite = amax == INFINITE;  // the same for all lanes of the group, not of the warp
-        const float finite = amax_of_lanes(finite_amax(v), 16);
-        const Scale s = scale_of(infinite ? finite : amax, infinite);
-        if (inside) store_codes(codes + row * K + k, v, s);
-        if (row < M && lane == 0) scale[row * row_stride + in_row * group_stride] = s.value;
+        if (larger(amax, exchange(amax, 16)) == INFINITE) {  // the same for the warp
+            const float finite = amax_of_lanes(finite_amax(v), 16);
+            amax = amax == INFINITE ? finite : amax;
+        }
+        const Scale s = scale_of(amax);
+        if (row < M && k < K) store_codes(codes + row * K + k, v, s);
+        if (row < M && group < groups && lane == 0) scale[row * row_stride + group * group_stride] = s.value;
     }
 }
 
 #else
 
-// One block a token, whose codes are `pitch` bytes apart. A part that is absent has the end of the one before.
-KERNEL(THREADS, 1)
+#define IN_REGISTERS (ROUNDS <= 4)
+
+// A block takes every gridDim.x-th token. STAGES 1: it loads a row when it needs it; more: rows are on their way into
+// shared memory (16 * THREADS * ROUNDS bytes each) while others are worked on, and the columns stay in registers.
+// A part that is absent has the end of the one before.
+KERNEL(THREADS, BLOCKS)
 NAME(const u16* x, const u16* second, const u16* third, const float* columns, u8* codes, float* scale, float* rstd,
-     float epsilon, int first_end, int second_end, int K, i64 pitch, i64 x_stride, i64 second_stride,
+     float epsilon, int first_end, int second_end, i64 M, int K, i64 pitch, i64 x_stride, i64 second_stride,
      i64 third_stride) {
-    SHARED float amax_of_warp[2][THREADS / 32];
-    const i64 row = blockIdx.x;
-    const auto load = [=](int r) {
-        const int k = (r * THREADS + threadIdx.x) * 8;
-        const u16* from = x + row * x_stride + k;
-        if (PARTS > 1 && k >= first_end) from = second + row * second_stride + (k - first_end);
-        if (PARTS > 2 && k >= second_end) from = third + row * third_stride + (k - second_end);
-        return k < K ? load_shared_by_all(from) : uint4{0, 0, 0, 0};
+    SHARED u32 amax_of_warp[2][WARPS], rare[WARPS];
+    SHARED float sum_of_warp[2][WARPS];
+    DYNAMIC_SHARED(staged);
+    const auto column = [](int r) { return (r * THREADS + int(threadIdx.x)) * 8; };
+    const auto source = [&](i64 row, int k) {
+        if (PARTS > 2 && k >= second_end) return third + row * third_stride + (k - second_end);
+        if (PARTS > 1 && k >= first_end) return second + row * second_stride + (k - first_end);
+        return x + row * x_stride + k;
     };
-#if ROUNDS > IN_REGISTERS
-    const auto at = load;
+    const auto stage = [&](i64 row, int at) {
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r)
+            if (row < M && column(r) < K)
+                copy_later(staged + (at * ROUNDS + r) * THREADS + threadIdx.x, source(row, column(r)));
+        end_of_copies();
+    };
+#if FOLD && COLUMNS
+    Values by[ROUNDS];
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) by[r] = floats(columns + (column(r) < K ? column(r) : 0));
+    const auto folded = [&](const Values& v, int r) { return times(v, by[r]); };
 #else
-    uint4 loaded[ROUNDS];
-#pragma unroll
-    for (int r = 0; r < ROUNDS; ++r) loaded[r] = load(r);
-    const auto at = [&](int r) { return loaded[r]; };
+    const auto folded = [&](const Values& v, int r) {
+        return FOLD ? times(v, floats(columns + (column(r) < K ? column(r) : 0))) : v;
+    };
 #endif
-    float amax = 0.0f, squares = 0.0f;
-#pragma unroll UNROLL
-    for (int r = 0; r < ROUNDS; ++r) {
-        const int k = (r * THREADS + threadIdx.x) * 8;
-        Values v = values(at(r));
-        if (NORM) {
+#if STAGES > 1
 #pragma unroll
-            for (int i = 0; i < 8; ++i) squares += v.at[i] * v.at[i];
-        }
-        if (FOLD) v = times(v, columns + (k < K ? k : 0));
-        amax = larger(amax, amax_of(v));
-    }
-    amax = amax_of_block(amax, amax_of_warp[0]);
-    const bool infinite = amax == INFINITE;
-    if (infinite) {
-        amax = 0.0f;
-#pragma unroll UNROLL
+    for (int i = 0; i < STAGES - 1; ++i) stage(blockIdx.x + i64(i) * gridDim.x, i);
+#endif
+    int turn = 0;
+    for (i64 row = blockIdx.x; row < M; row += gridDim.x, ++turn) {
+#if IN_REGISTERS
+        uint4 loaded[ROUNDS];
+#if STAGES > 1
+        wait_for_copies<STAGES - 2>();
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r)
+            loaded[r] = column(r) < K ? staged[(turn % STAGES * ROUNDS + r) * THREADS + threadIdx.x] : uint4{0, 0, 0, 0};
+        stage(row + i64(STAGES - 1) * gridDim.x, (turn + STAGES - 1) % STAGES);
+#else
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r)
+            loaded[r] = column(r) < K ? load_once(source(row, column(r))) : uint4{0, 0, 0, 0};
+#endif
+        const auto at = [&](int r) { return values(loaded[r]); };
+#else
+        const auto at = [&](int r) {
+            return values(column(r) < K ? load_shared_by_all(source(row, column(r))) : uint4{0, 0, 0, 0});
+        };
+#endif
+        float amax = 0.0f, squares = 0.0f;
+#pragma unroll (IN_REGISTERS ? ROUNDS : 1)
         for (int r = 0; r < ROUNDS; ++r) {
-            const int k = (r * THREADS + threadIdx.x) * 8;
-            Values v = values(at(r));
-            if (FOLD) v = times(v, columns + (k < K ? k : 0));
-            amax = larger(amax, finite_amax(v));
+            const Values v = at(r);
+            if (NORM) {
+#pragma unroll
+                for (int i = 0; i < 8; ++i) squares += v.at[i] * v.at[i];
+            }
+            amax = larger(amax, amax_of(folded(v, r)));
         }
-        amax = amax_of_block(amax, amax_of_warp[1]);
+        leave_amax(amax, amax_of_warp[turn % 2]);
+        if (NORM) leave_sum(squares, sum_of_warp[turn % 2]);
+        __syncthreads();
+        const Scale s = scale_of_row(take_amax(amax_of_warp[turn % 2]), rare, [&] {
+            float finite = 0.0f;
+#pragma unroll (IN_REGISTERS ? ROUNDS : 1)
+            for (int r = 0; r < ROUNDS; ++r) finite = larger(finite, finite_amax(folded(at(r), r)));
+            return finite;
+        });
+#pragma unroll (IN_REGISTERS ? ROUNDS : 1)
+        for (int r = 0; r < ROUNDS; ++r)
+            if (column(r) < K) store_codes(codes + row * pitch + column(r), folded(at(r), r), s);
+        if (threadIdx.x < 32) {
+            float norm = 1.0f;
+            if (NORM) norm = 1.0f / sqrtf(take_sum(sum_of_warp[turn % 2]) / float(K) + epsilon);
+            if (threadIdx.x == 0) {
+                scale[row] = s.value * norm;
+                if (NORM) rstd[row] = norm;
+            }
+        }
     }
-    const Scale s = scale_of(amax, infinite);
-#pragma unroll UNROLL
-    for (int r = 0; r < ROUNDS; ++r) {
-        const int k = (r * THREADS + threadIdx.x) * 8;
-        if (k >= K) continue;
-        Values v = values(at(r));
-        if (FOLD) v = times(v, columns + k);
-        store_codes(codes + row * pitch + k, v, s);
-    }
-    float norm = 1.0f;
-#if NORM
-    SHARED float sum_of_warp[THREADS / 32];
-    norm = 1.0f / sqrtf(sum_of_block(squares, sum_of_warp) / float(K) + epsilon);
-    if (threadIdx.x == 0) rstd[row] = norm;
-#endif
-    if (threadIdx.x == 0) scale[row] = s.value * norm;
 }
 
 #endif

@@ -1,17 +1,21 @@
-// Rows of 16-bit values held in registers, 8 a thread and round: what they add up to, and their E4M3 codes.
+// Rows of 16-bit values, 8 a thread and round: what they add up to, and their E4M3 codes.
 //
 // A source that includes this defines X_BF16 and THREADS (a multiple of 32) first.
 #pragma once
 #include "device.cuh"
 
 #define INFINITE float_of_bits(0x7F800000u)
+#define WARPS (THREADS / 32)
+#define WARPS_TO_POWER (WARPS > 16 ? 32 : WARPS > 8 ? 16 : WARPS > 4 ? 8 : 4)
 
 struct Values {
     float at[8];
 };
 
 DEVICE float float_of(u16 bits) { return X_BF16 ? float_of_bits(u32(bits) << 16) : float_of_fp16(bits); }
-DEVICE u16 rounded(float value) { return X_BF16 ? bf16_of_float(value) : fp16_of_float(value); }
+DEVICE u32 rounded(float low, float high) {
+    return X_BF16 ? bf16x2_of_floats(low, high) : fp16x2_of_floats(low, high);
+}
 
 DEVICE Values values(const uint4& loaded) {
     const u32 word[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
@@ -21,25 +25,34 @@ DEVICE Values values(const uint4& loaded) {
     return v;
 }
 
-// columns on a 32-byte boundary
-DEVICE Values times(Values v, const float* columns) {
-    const float4 low = reinterpret_cast<const float4*>(columns)[0], high = reinterpret_cast<const float4*>(columns)[1];
-    const float by[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+DEVICE uint4 rounded(const Values& v) {
+    return uint4{rounded(v.at[0], v.at[1]), rounded(v.at[2], v.at[3]), rounded(v.at[4], v.at[5]),
+                 rounded(v.at[6], v.at[7])};
+}
+
+// from: on a 32-byte boundary
+DEVICE Values floats(const float* from) {
+    const float4 low = reinterpret_cast<const float4*>(from)[0], high = reinterpret_cast<const float4*>(from)[1];
+    return {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+}
+
+DEVICE Values times(Values v, const Values& by) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) v.at[i] *= by[i];
+    for (int i = 0; i < 8; ++i) v.at[i] *= by.at[i];
     return v;
 }
 
 // The values of 8 codes, times `scale`. NaN codes read as +-480.
 DEVICE Values decoded(const uint2& codes, float scale) {
     const u32 word[2] = {codes.x, codes.y};
+    const float unit = 256.0f * scale;  // no scale is so large that this overflows
     Values v;
 #pragma unroll
     for (int w = 0; w < 2; ++w) {
         const Pairs pairs = e4m3_to_fp16(word[w]);
         const u32 pair[2] = {pairs.low, pairs.high};
 #pragma unroll
-        for (int i = 0; i < 4; ++i) v.at[4 * w + i] = float_of_fp16(u16(pair[i / 2] >> (i % 2 * 16))) * 256.0f * scale;
+        for (int i = 0; i < 4; ++i) v.at[4 * w + i] = float_of_fp16(u16(pair[i / 2] >> (i % 2 * 16))) * unit;
     }
     return v;
 }
@@ -62,43 +75,44 @@ DEVICE float finite_amax(const Values& v) {
     return amax;
 }
 
-// A scale and how to divide by it. `inverse` is 1 / value rounded; 0 says that only a true division gives the quotient:
-// there is an Inf among the values, or the scale is so small that a remainder could be subnormal.
+// A scale, and factors on either side of its reciprocal, the one above negative.
 struct Scale {
-    float value, inverse;
+    float value, below, above;
 };
 
-DEVICE Scale scale_of(float amax, bool infinite) {
-    const float smallest_normal = float_of_bits(0x00800000u), two_to_minus_90 = float_of_bits(0x12800000u);
-    const float scale = amax > 0.0f ? larger(smallest_normal, amax / 448.0f) : 1.0f;
-    return {scale, infinite || scale < two_to_minus_90 ? 0.0f : 1.0f / scale};
+// amax / 448 correctly rounded (all significands were tried), at least 2**-126, 1 for zeros. The reciprocal is off by
+// one unit in the last place at most, the factors by 2**-21 to either side.
+DEVICE Scale scale_of(float amax) {
+    const float inverse_448 = 1.0f / 448.0f, quotient = amax * inverse_448;
+    const float corrected = fmaf(fmaf(-quotient, 448.0f, amax), inverse_448, quotient);
+    const float scale = amax > 0.0f ? larger(float_of_bits(0x00800000u), corrected) : 1.0f;
+    const float inverse = reciprocal_approximately(scale);
+    return {scale, inverse * (1.0f - 4.76837158203125e-7f), inverse * -(1.0f + 4.76837158203125e-7f)};
 }
 
-// x / scale correctly rounded, without a division: two steps of correction by the remainder, the second from a quotient
-// that is off by at most one unit in the last place (Markstein, IBM Journal of Research and Development 34, 1990).
-DEVICE float divided(float x, const Scale& scale) {
-    const float first = x * scale.inverse;
-    const float second = fmaf(fmaf(-first, scale.value, x), scale.inverse, first);
-    return copysignf(fmaf(fmaf(-second, scale.value, x), scale.inverse, second), x);  // -0 and the sign of a NaN
-}
-
-DEVICE void store_codes(u8* to, Values v, const Scale& scale) {
-    if (scale.inverse != 0.0f) {
+// Codes of v / scale, correctly rounded quotients, without a division: rounding is monotonic, so where the products with
+// a factor below and one above the reciprocal have the same code, the quotient has it too. Where they do not (a
+// quotient within 2**-20 of the edge of a code, or NaN, which loses its sign in both), it is divided.
+DEVICE void store_codes(u8* to, const Values& v, const Scale& scale) {
+    u32 codes[2], opposite[2];
 #pragma unroll
-        for (int i = 0; i < 8; ++i) v.at[i] = divided(v.at[i], scale);
-    } else {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) v.at[i] /= scale.value;
+    for (int w = 0; w < 2; ++w) {
+        const float b = scale.below, a = scale.above, *at = v.at + 4 * w;
+        codes[w] = e4m3_of_floats(at[0] * b, at[1] * b, at[2] * b, at[3] * b);
+        opposite[w] = e4m3_of_floats(at[0] * a, at[1] * a, at[2] * a, at[3] * a);
     }
-    const u32 low = e4m3_of_floats(v.at[0], v.at[1], v.at[2], v.at[3]);
-    *reinterpret_cast<uint2*>(to) = uint2{low, e4m3_of_floats(v.at[4], v.at[5], v.at[6], v.at[7])};
-}
-
-DEVICE void store_rounded(u16* to, const Values& v) {
-    u32 word[4] = {0, 0, 0, 0};
+    if (((codes[0] ^ opposite[0]) & (codes[1] ^ opposite[1])) != 0x80808080u ||
+        ((codes[0] ^ opposite[0]) | (codes[1] ^ opposite[1])) != 0x80808080u) {
+#pragma unroll 1  // rare: little code, few registers
+        for (int i = 0; i < 8; ++i) {
+            float value = v.at[0];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) word[i / 2] |= u32(rounded(v.at[i])) << (i % 2 * 16);
-    *reinterpret_cast<uint4*>(to) = uint4{word[0], word[1], word[2], word[3]};
+            for (int j = 1; j < 8; ++j) value = i == j ? v.at[j] : value;
+            codes[0] = codes[0] >> 8 | codes[1] << 24;
+            codes[1] = codes[1] >> 8 | e4m3_of_float(value / scale.value) << 24;
+        }
+    }
+    *reinterpret_cast<uint2*>(to) = uint2{codes[0], codes[1]};
 }
 
 DEVICE float amax_of_lanes(float amax, int lanes) {
@@ -107,24 +121,42 @@ DEVICE float amax_of_lanes(float amax, int lanes) {
     return amax;
 }
 
-// Over all threads of the block. `scratch` must not be in use; one is good for one reduction.
-DEVICE float amax_of_block(float amax, float (&scratch)[THREADS / 32]) {
-    amax = amax_of_lanes(amax, 32);
-    if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = amax;
-    __syncthreads();
-#pragma unroll
-    for (int warp = 0; warp < THREADS / 32; ++warp) amax = larger(amax, scratch[warp]);
-    return amax;
+// Over the block: every thread leaves what it has, and after a barrier takes the result of all. Magnitudes compare like
+// their bits.
+DEVICE void leave_amax(float amax, u32* scratch) {
+    const u32 bits = largest_of_warp(bits_of_float(amax));
+    if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = bits;
 }
 
-// The same order of additions every time.
-DEVICE float sum_of_block(float sum, float (&scratch)[THREADS / 32]) {
+DEVICE float take_amax(const u32* scratch) {
+    const int lane = threadIdx.x % 32;
+    return float_of_bits(largest_of_warp(lane < WARPS ? scratch[lane] : 0));
+}
+
+DEVICE void leave_sum(float sum, float* scratch) {
 #pragma unroll
     for (int mask = 16; mask > 0; mask /= 2) sum += exchange(sum, mask);
     if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = sum;
-    __syncthreads();
-    float total = 0.0f;
+}
+
+// The same order of additions every time.
+DEVICE float take_sum(const float* scratch) {
+    const int warp = threadIdx.x % WARPS_TO_POWER;
+    float sum = warp < WARPS ? scratch[warp] : 0.0f;
 #pragma unroll
-    for (int warp = 0; warp < THREADS / 32; ++warp) total += scratch[warp];
-    return total;
+    for (int mask = WARPS_TO_POWER / 2; mask > 0; mask /= 2) sum += exchange(sum, mask);
+    return sum;
+}
+
+// The scale of a row of this amax. finite(): the largest finite magnitude of this thread's values, asked for where there
+// is an Inf among them. scratch: for nothing else.
+template <class Finite>
+DEVICE Scale scale_of_row(float amax, u32* scratch, Finite finite) {
+    if (amax == INFINITE) {
+        leave_amax(finite(), scratch);
+        __syncthreads();
+        amax = take_amax(scratch);
+        __syncthreads();
+    }
+    return scale_of(amax);
 }
