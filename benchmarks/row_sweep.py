@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,8 +28,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from timing import graph_milliseconds
 
 from octavo import PerGroup, Rule
+from octavo.base.errors import OctavoError
 from octavo.formats.scaled import ScaledTensor
 from octavo.formats.spec import E4M3
+from octavo.kernels.cuda import loader
 from octavo.kernels.tiling import GroupBlock, RowBlock
 from octavo.ops import fused, native
 
@@ -180,25 +185,45 @@ def agreement(case: Case) -> str:
     return f"{max(codes, default=0.0):.1e} codes, error {error:.1e}"
 
 
+@contextmanager
+def taking(block: Any) -> Iterator[None]:
+    """Kernels take this block; None: what the tables say."""
+    with ExitStack() as stack:
+        for module, tables in TABLES.items():
+            for table in tables if block is not None else ():
+                stack.enter_context(mock.patch.object(module, table, lambda *args, **options: block))
+        yield
+
+
+def compile_all(names: list[str]) -> None:
+    """Every candidate at once, on all cores; one that does not compile says so when it is measured."""
+    variants: set[loader.Variant] = set()
+    with mock.patch.object(loader, "launch", lambda variant, *_: variants.add(variant)):
+        for name in names:
+            case = cases(8)[name]()
+            for block in (None, *case.candidates):
+                with taking(block):
+                    case.compute(slice(None))
+    sm = torch.cuda.get_device_capability()
+    loader.warm_up(list(variants)[:1], torch.device("cuda", 0))
+
+    def attempt(variant: loader.Variant) -> None:
+        with suppress(OctavoError):
+            loader.load(variant, sm)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(attempt, variants))
+
+
 def measure(name: str, case: Case, block: Any, out: list[dict[str, Any]]) -> None:
     label = "default" if block is None else " ".join(str(part) for part in vars(block).values() if part != ())
-    patches = [
-        mock.patch.object(module, table, lambda *args, **options: block)
-        for module, tables in TABLES.items()
-        for table in tables
-        if block is not None
-    ]
     try:
-        for patch in patches:
-            patch.start()
-        agrees = agreement(case)
-        took = 1e3 * graph_milliseconds([partial(case.compute, slice(None))] * 5, rounds=7)
+        with taking(block):
+            agrees = agreement(case)
+            took = 1e3 * graph_milliseconds([partial(case.compute, slice(None))] * 5, rounds=7)
         row = {"kernel": name, "block": label, "us": took, "tb_s": case.nbytes / took / 1e6, "agrees": agrees}
     except Exception as error:
         row = {"kernel": name, "block": label, "us": float("inf"), "tb_s": 0.0, "agrees": str(error)[:100]}
-    finally:
-        for patch in patches:
-            patch.stop()
     out.append(row)
 
 
@@ -210,6 +235,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     found: list[dict[str, Any]] = []
+    compile_all(args.only)
     for name in args.only:
         case, mine = cases(args.tokens)[name](), []
         for block in (None, *case.candidates):
