@@ -92,10 +92,7 @@ def load(variant: Variant, sm: tuple[int, int]) -> Any:
         atomic_write(path, hashlib.sha256(code).digest() + code)
     try:
         opened = ObjectCode.from_cubin(code) if arch.startswith("sm_") else ObjectCode.from_ptx(code)
-        kernel = opened.get_kernel(ENTRY)
-        if variant.shared > STATIC_SHARED:
-            _allow_shared(kernel, variant.shared)
-        return kernel
+        return opened.get_kernel(ENTRY)
     except Exception as error:
         if type(error).__name__ != "CUDAError":
             raise
@@ -125,6 +122,8 @@ def launch(variant: Variant, grid: tuple[int, ...], threads: int, arguments: tup
     device = x.device
     with torch.cuda.device(device):  # the device of x need not be the current one
         kernel = load(variant, torch.cuda.get_device_capability(device))
+        if variant.shared > STATIC_SHARED:
+            _allow_shared(variant, torch.cuda.current_device())
         stream = _stream(torch.cuda.current_stream(device).cuda_stream)
         addresses = [_address(argument) for argument in arguments]
         launch(stream, LaunchConfig(grid=grid, block=threads, shmem_size=variant.shared), kernel, *addresses)
@@ -203,11 +202,13 @@ def limits(device: torch.device) -> tuple[int, int]:
     return count, _checked(driver.cuDeviceGetAttribute(optin, _index(device)))
 
 
-def _allow_shared(kernel: Any, size: int) -> None:
+@lru_cache(maxsize=1024)
+def _allow_shared(variant: Variant, index: int) -> None:
     from cuda.bindings import driver
 
+    kernel = load(variant, torch.cuda.get_device_capability(index))
     limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    _checked(driver.cuKernelSetAttribute(limit, size, kernel.handle, torch.cuda.current_device()))
+    _checked(driver.cuKernelSetAttribute(limit, variant.shared, kernel.handle, index))
 
 
 def _index(device: torch.device) -> int:
