@@ -23,7 +23,7 @@ from timing import graph_milliseconds
 from octavo import PerGroup, Rule
 from octavo.formats.scaled import ScaledTensor
 from octavo.formats.spec import E4M3
-from octavo.ops import fused, native, w8a16
+from octavo.ops import extension, fused, native, w8a16
 
 HIDDEN, INNER, HEADS = 4096, 14336, 1024
 GROUP = Rule(E4M3, PerGroup(128))
@@ -79,6 +79,8 @@ def main() -> int:
     show("dB = dY^T u 14336", lambda: wide.mT @ low, nbytes=2 * wide.numel())
     show("dA = dU^T x 14336", lambda: low.mT @ wide, nbytes=2 * wide.numel())
     show("A from codes 14336 -> 16: w8a16", lambda: w8a16.linear(down, h, None, "none", None), nbytes=wide.numel())
+    for n, k, ranks in ((INNER, HIDDEN, (16, 16)), (HIDDEN, INNER, (16,)), (HEADS, HIDDEN, (16, 16, 16))):
+        adapters(show, m, n, k, ranks)
     for n, k in ((28672, 4096), (INNER, HIDDEN), (HIDDEN, INNER), (HIDDEN, HIDDEN), (HEADS, HIDDEN)):
         products(show, m, n, k)
     if args.out:
@@ -95,6 +97,31 @@ def products(show: Callable[..., None], m: int, n: int, k: int) -> None:
     show(f"tensor-scaled product {n}x{k}, short sums", lambda: tensor_mm(a, w, one), flops=flops)
     show(f"bfloat16 product {n}x{k}", lambda: left @ right.mT, flops=flops)
     show(f"transpose {n}x{k}", lambda: native.transposed(w.codes), nbytes=2 * n * k)
+
+
+def adapters(show: Callable[..., None], m: int, n: int, k: int, ranks: tuple[int, ...]) -> None:
+    """The adapters' part of a product with a weight [n, k], in columns and by a pass over the result."""
+    x, right = (torch.randn(size, k, device="cuda", dtype=torch.bfloat16) for size in (m, n))
+    downs = [torch.rand(rank, k, device="cuda") / 64 - 1 / 128 for rank in ranks]
+    up, w, rank = torch.randn(n, ranks[0], device="cuda") / 1000, native.quantize_tokens(right)[0], sum(ranks)
+    q = native.quantize_tokens(x, spare=extension.room_for(k, rank))[0]
+    a, name = extension.encode_downs(downs, [2.0] * len(ranks)), f"{n}x{k}, R={rank}"
+    wide, low = extension.append_products(q, a, torch.bfloat16)
+    ext = extension.extended(w, up, 0, a)
+    show(f"codes of A {name}", lambda: extension.encode_downs(downs, [2.0] * len(ranks)), nbytes=7 * rank * k)
+    show(f"x A^T onto the codes {name}", lambda: extension.append_products(q, a, torch.bfloat16), nbytes=m * k)
+    show(f"dU onto the codes {name}", lambda: extension.append_gradients(q, low, a), nbytes=m * 8 * rank)
+    show(f"W with columns of B {name}", lambda: extension.extended(w, up, 0, a), nbytes=2 * n * k)
+    large = up * 1000
+    show(f"W with columns of a large B {name}", lambda: extension.extended(w, large, 0, a), nbytes=2 * n * k)
+    show(f"product with columns {name}", lambda: native.scaled_mm(wide, ext, torch.bfloat16), flops=2 * m * n * k)
+    plain, ups, narrow = native.quantize_tokens(x)[0], up.bfloat16().mT, low[:, : ranks[0]]
+    show(
+        f"product and addmm {name}",
+        lambda: native.scaled_mm(plain, w, torch.bfloat16).addmm_(narrow, ups),
+        flops=2 * m * n * k,
+    )
+    show(f"A from the codes, one by one {name}", lambda: fused.low_rank(plain, downs, torch.bfloat16), nbytes=m * k)
 
 
 def row_mm(a: ScaledTensor, w: ScaledTensor, fast: bool) -> torch.Tensor:

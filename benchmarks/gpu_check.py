@@ -28,7 +28,7 @@ from octavo import E4M3, E5M2, FrozenFloat8Linear, PerBlock, PerGroup, PerRow, P
 from octavo.base.hardware import caps_of
 from octavo.formats.codec import decode, encode
 from octavo.formats.reference import dequantize_ref, quantize_ref
-from octavo.ops import fused, native
+from octavo.ops import extension, fused, native
 from octavo.ops.linear import linear
 from octavo.ops.lora import Projection, project
 from octavo.testing import FLOOR_DB, assert_sqnr, sqnr_db
@@ -286,6 +286,46 @@ def fused_steps_of_a_layer(device: str) -> str:
             floor = FLOOR_DB["linear", "e4m3", "normal"] - (1 if m == 1 else 0)  # one token: a few hundred errors
             assert_sqnr(mine, theirs, floor, f"gradients of a block, M={m}")
     return f"worst against torch {worst:.1f} dB"
+
+
+@check
+def adapters_in_columns(device: str) -> str:
+    """Codes of A, B and the tokens' low-rank values bit for bit as in torch; the products with them against float64."""
+    if torch.device(device).type != "cuda":
+        return "skipped: CUDA only (tests/kernels runs the same on the host)"
+    kernels, worst = fused.on_kernels, 999.0
+    for m, n, k, ranks, power in (
+        (17, 48, 512, (8,), 0),
+        (300, 1024, 4096, (16, 16, 16), 0),
+        (64, 256, 14336, (16,), 12),
+    ):
+        x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
+        w = octavo.quantize(torch.randn(n, k, device=device) / 50, Rule())
+        downs = [(torch.rand(rank, k, device=device) - 0.5) / 32 for rank in ranks]
+        up, low = (
+            torch.randn(n, ranks[-1], device=device) * 0.01 * 2.0**power,
+            torch.randn(m, sum(ranks), device=device),
+        )
+        results = []
+        for on in (True, False):
+            fused.on_kernels = lambda x, on=on: on
+            a = extension.encode_downs(downs, [2.0] * len(ranks))
+            wide = extension.extended(w, up, sum(ranks[:-1]), a)
+            q = fused.quantize_tokens(x, spare=extension.room_for(k, sum(ranks)))[0]
+            forward, kept = extension.append_products(q, a, torch.bfloat16)
+            q = fused.quantize_tokens(x, spare=a.room)[0]
+            backward = extension.append_gradients(q, low.bfloat16(), a)
+            results.append(
+                [a.codes, a.unit, wide.codes, wide.scale, forward.codes, kept, backward.codes, backward.scale]
+            )
+        fused.on_kernels = kernels
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True)), (m, n, k)
+        y = native.scaled_mm(forward, wide, torch.bfloat16)
+        seen = dequantize_ref(forward).double()[:, :k]
+        a = torch.cat(downs)[-ranks[-1] :].double()
+        want = seen @ dequantize_ref(w).double().mT + 2.0 * (seen @ a.mT) @ up.double().mT
+        worst = min(worst, assert_sqnr(y, want, 45.0, f"adapter in columns {m}x{n}x{k}"))
+    return f"bits equal, worst product {worst:.1f} dB"
 
 
 @check

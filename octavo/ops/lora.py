@@ -4,7 +4,7 @@ A group of projections that read the same input quantizes it once, keeps the cod
 dX as one product over the outputs of all: scales of W's rows, which lie on the contracted dimension, are folded into
 the quantization of dY, and what is left of W is its bytes, transposed. Adapters multiply in the dtype of x from
 masters of any dtype; forward and backward see the same dequantized input. An RMSNorm before the group is part of it:
-its output is never written.
+its output is never written. The adapters' second products are columns of the FP8 products (octavo.ops.extension).
 
 Weights are E4M3 per row or tensor, inputs are quantized per token. Shapes: x [..., K], W [N, K], A [r, K], B [N, r].
 """
@@ -19,7 +19,7 @@ import torch
 
 from octavo.formats.granularity import PerRow
 from octavo.formats.scaled import ScaledTensor
-from octavo.ops import fused, native
+from octavo.ops import extension, fused, native
 
 _PER_TOKEN = PerRow()
 
@@ -72,20 +72,19 @@ class _Project(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, norm: Norm | None, projections: tuple[Projection, ...], *adapters: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         flat = _matrix(x)
-        q, rstd = _quantize_input(flat, norm)
-        outputs, lows = _outputs(q, projections, x.dtype)
+        q, rstd = _quantize_input(flat, norm, _room(flat.shape[1], projections))
+        outputs, low = _outputs(q, projections, x.dtype)
         ctx.norm, ctx.projections, ctx.shape, ctx.dtype = norm, projections, x.shape, x.dtype
-        ctx.save_for_backward(flat if norm else None, rstd, q.codes, q.scale, *lows, *adapters)
+        ctx.save_for_backward(flat if norm else None, rstd, q.codes, q.scale, low, *adapters)
         return tuple(y.reshape(*x.shape[:-1], y.shape[1]) for y in outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        x, rstd, codes, scale, *rest = ctx.saved_tensors
-        count = len(ctx.projections)
-        projections = _with_adapters(ctx.projections, rest[count:])
+        x, rstd, codes, scale, low, *adapters = ctx.saved_tensors
+        projections = _with_adapters(ctx.projections, adapters)
         flat = [_matrix(grad) for grad in grads]
         q = ScaledTensor(codes, scale, ctx.projections[0].weight.spec, _PER_TOKEN)
-        steps = _Backward(projections, flat, q, rest[:count], ctx.dtype)
+        steps = _Backward(projections, flat, q, low, ctx.dtype)
         dx = steps.input_gradient() if ctx.needs_input_grad[0] else None
         dx = _through_norm(dx, x, ctx.norm, rstd, ctx.shape)
         return dx, None, None, *steps.adapter_gradients(ctx.needs_input_grad[3:])
@@ -104,15 +103,15 @@ class _GatedMlp(torch.autograd.Function):
         *adapters: torch.Tensor,
     ) -> torch.Tensor:
         flat = _matrix(x)
-        q, rstd = _quantize_input(flat, norm)
-        (gated, upper), lows = _outputs(q, (gate, up), x.dtype)
-        h, *kept = fused.gated(gated, upper, activation)
+        q, rstd = _quantize_input(flat, norm, _room(flat.shape[1], (gate, up)))
+        (gated, upper), low = _outputs(q, (gate, up), x.dtype)
+        h, *kept = fused.gated(gated, upper, activation, spare=_room(gated.shape[1], (down,)))
         del gated, upper
-        (y,), low = _outputs(h, (down,), x.dtype)
+        (y,), low_down = _outputs(h, (down,), x.dtype)
         ctx.norm, ctx.projections, ctx.activation = norm, (gate, up, down), activation
         ctx.shape, ctx.dtype = x.shape, x.dtype
         quantized = [part for value in (q, h, *kept) for part in (value.codes, value.scale)]
-        ctx.save_for_backward(flat if norm else None, rstd, *quantized, *lows, *low, *adapters)
+        ctx.save_for_backward(flat if norm else None, rstd, *quantized, low, low_down, *adapters)
         return y.reshape(*x.shape[:-1], y.shape[1])
 
     @staticmethod
@@ -120,13 +119,14 @@ class _GatedMlp(torch.autograd.Function):
         x, rstd, *rest = ctx.saved_tensors
         spec = ctx.projections[0].weight.spec
         q, h, gate, up = (ScaledTensor(rest[i], rest[i + 1], spec, _PER_TOKEN) for i in (0, 2, 4, 6))
-        lows, adapters = rest[8:11], rest[11:]
+        low, low_down, *adapters = rest[8:]
         *inner, down = _with_adapters(ctx.projections, adapters)
-        last = _Backward([down], [_matrix(grad)], h, lows[2:], ctx.dtype)
+        last = _Backward([down], [_matrix(grad)], h, low_down, ctx.dtype)
         dh = last.input_gradient()
-        dgate, dup, quantized = fused.gated_backward(dh, gate, up, _row_scales(inner), ctx.activation)
+        room = _room(2 * dh.shape[1], inner)
+        dgate, dup, quantized = fused.gated_backward(dh, gate, up, _row_scales(inner), ctx.activation, spare=room)
         del dh
-        first = _Backward(inner, [dgate, dup], q, lows[:2], ctx.dtype, quantized)
+        first = _Backward(inner, [dgate, dup], q, low, ctx.dtype, quantized)
         dx = first.input_gradient() if ctx.needs_input_grad[0] else None
         dx = _through_norm(dx, x, ctx.norm, rstd, ctx.shape)
         needs = ctx.needs_input_grad[6:]
@@ -149,69 +149,115 @@ class _Backward:
         projections: Sequence[Projection],
         grads: Sequence[torch.Tensor],
         q: ScaledTensor,
-        lows: Sequence[torch.Tensor | None],
+        low: torch.Tensor | None,
         dtype: torch.dtype,
         quantized: ScaledTensor | None = None,
     ) -> None:
-        self.projections, self.grads, self.q, self.lows, self.dtype = projections, grads, q, lows, dtype
+        self.projections, self.grads, self.q, self.low, self.dtype = projections, grads, q, low, dtype
         self.quantized = quantized
-        parts = [
-            (grad @ p.b.to(dtype)).mul_(p.scaling)
-            for grad, p in zip(grads, projections, strict=True)
-            if p.b is not None
-        ]
-        self.low_gradients = torch.cat(parts, dim=1) if parts else grads[0].new_empty(len(grads[0]), 0)
+        self.adapters = _adapters(projections)
+        self.low_gradient = grads[0].new_empty(len(grads[0]), _rank(projections))  # of x A^T
+        for adapter in self.adapters:
+            torch.mm(grads[adapter.index], adapter.b.to(dtype), out=self.low_gradient[:, adapter.columns])
 
     def input_gradient(self) -> torch.Tensor:
-        quantized = self.quantized
+        quantized, codes = self.quantized, [p.weight.codes for p in self.projections]
+        room = _room(sum(len(part) for part in codes), self.projections)
         if quantized is None:
-            quantized = fused.quantize_tokens(*self.grads, columns=_row_scales(self.projections))[0]
-        codes = fused.transposed(*(p.weight.codes for p in self.projections))
-        dx = native.product_with_codes(quantized, codes, self.dtype)
-        downs = [p.a.to(self.dtype) for p in self.projections if p.a is not None]
-        if downs:  # one pass over dx for all of them
-            dx.addmm_(self.low_gradients, torch.cat(downs))
+            columns = _row_scales(self.projections)
+            quantized = fused.quantize_tokens(*self.grads, columns=columns, spare=room)[0]
+        if room:
+            downs = _downs(self.adapters)
+            quantized = extension.append_gradients(quantized, self.low_gradient, downs)
+            codes.append(downs.codes)
+        dx = native.product_with_codes(quantized, fused.transposed(*codes), self.dtype)
+        if self.adapters and not room:  # one pass over dx for all of them
+            scaled = [adapter.a.to(self.dtype) * adapter.scaling for adapter in self.adapters]
+            dx.addmm_(self.low_gradient, torch.cat(scaled))
         return dx
 
     def adapter_gradients(self, needed: Sequence[bool]) -> list[torch.Tensor | None]:
         found: list[torch.Tensor | None] = [None] * len(needed)
-        if not any(needed):
+        if self.low is None or not any(needed):
             return found
-        together = self.low_gradients.mT @ fused.dequantize(self.q, self.dtype)  # one pass over x for all of them
-        begin = 0
-        for i, (p, grad, low) in enumerate(zip(self.projections, self.grads, self.lows, strict=True)):
-            if p.a is not None and p.b is not None and low is not None:
-                found[2 * i] = together[begin : begin + p.a.shape[0]].to(p.a.dtype)
-                found[2 * i + 1] = (grad.mT @ low).mul_(p.scaling).to(p.b.dtype)
-                begin += p.a.shape[0]
+        together = self.low_gradient.mT @ fused.dequantize(self.q, self.dtype)  # one pass over x for all of them
+        for adapter in self.adapters:
+            db = self.grads[adapter.index].mT @ self.low[:, adapter.columns]
+            found[2 * adapter.index] = together[adapter.columns].to(adapter.a.dtype).mul_(adapter.scaling)
+            found[2 * adapter.index + 1] = db.to(adapter.b.dtype)
         return found
+
+
+@dataclass(frozen=True)
+class _Adapter:
+    """The adapter of projection `index`; its rank takes `columns` of what belongs to all adapters of a group."""
+
+    index: int
+    a: torch.Tensor
+    b: torch.Tensor
+    scaling: float
+    columns: slice
+
+
+def _adapters(projections: Sequence[Projection]) -> list[_Adapter]:
+    found: list[_Adapter] = []
+    begin = 0
+    for index, p in enumerate(projections):
+        if p.a is not None and p.b is not None:
+            found.append(_Adapter(index, p.a, p.b, p.scaling, slice(begin, begin + len(p.a))))
+            begin += len(p.a)
+    return found
+
+
+def _rank(projections: Sequence[Projection]) -> int:
+    return sum(len(p.a) for p in projections if p.a is not None)
+
+
+def _room(k: int, projections: Sequence[Projection]) -> int:
+    """The columns that a product over k is given for the adapters."""
+    return extension.room_for(k, _rank(projections))
+
+
+def _downs(adapters: Sequence[_Adapter]) -> extension.Downs:
+    return extension.encode_downs([adapter.a for adapter in adapters], [adapter.scaling for adapter in adapters])
 
 
 def _outputs(
     q: ScaledTensor, projections: Sequence[Projection], dtype: torch.dtype
-) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-    """y [M, N_i], and x A^T [M, r_i] where there is an adapter."""
-    outputs: list[torch.Tensor] = []
-    lows: list[torch.Tensor | None] = []
-    downs = [p.a for p in projections if p.a is not None]
-    found = iter(fused.low_rank(q, downs, dtype) if downs else [])
-    for p in projections:
-        y = native.scaled_mm(q, p.weight, dtype)
+) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """y [M, N_i], and scaling * x A^T [M, R] of all adapters beside each other. q has `_room` behind its rows."""
+    adapters = _adapters(projections)
+    room = _room(q.shape[1], projections)
+    weights = [p.weight for p in projections]
+    low = None
+    if room:
+        downs = _downs(adapters)
+        q, low = extension.append_products(q, downs, dtype)
+        for adapter in adapters:
+            w = weights[adapter.index]
+            weights[adapter.index] = extension.extended(w, adapter.b, adapter.columns.start, downs)
+    elif adapters:
+        parts = fused.low_rank(q, [adapter.a for adapter in adapters], dtype)
+        low = torch.cat([part * adapter.scaling for part, adapter in zip(parts, adapters, strict=True)], dim=1)
+    outputs = [native.scaled_mm(_narrow(q, w), w, dtype) for w in weights]
+    for y, p in zip(outputs, projections, strict=True):
         if p.bias is not None:
             y += p.bias.to(dtype)
-        low = None
-        if p.a is not None and p.b is not None:
-            low = next(found)
-            y.addmm_(low, p.b.to(dtype).mT, alpha=p.scaling)
-        outputs.append(y)
-        lows.append(low)
-    return outputs, lows
+    if low is not None and not room:
+        for adapter in adapters:
+            outputs[adapter.index].addmm_(low[:, adapter.columns], adapter.b.to(dtype).mT)
+    return outputs, low
 
 
-def _quantize_input(x: torch.Tensor, norm: Norm | None) -> tuple[ScaledTensor, torch.Tensor | None]:
+def _narrow(q: ScaledTensor, w: ScaledTensor) -> ScaledTensor:
+    """q without the columns that a weight without an adapter lacks."""
+    return ScaledTensor(q.codes[:, : w.shape[1]], q.scale, q.spec, q.granularity)
+
+
+def _quantize_input(x: torch.Tensor, norm: Norm | None, room: int) -> tuple[ScaledTensor, torch.Tensor | None]:
     if norm is None:
-        return fused.quantize_tokens(x)
-    return fused.quantize_tokens(x, columns=norm.weight.float(), epsilon=norm.epsilon)
+        return fused.quantize_tokens(x, spare=room)
+    return fused.quantize_tokens(x, columns=norm.weight.float(), epsilon=norm.epsilon, spare=room)
 
 
 def _through_norm(

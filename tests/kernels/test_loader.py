@@ -52,6 +52,8 @@ VARIANTS += [
     for scales, aligned in ((0, 0), (1, 1), (2, 1))
 ]
 VARIANTS.append(loader.Variant("transpose.cu", ()))
+VARIANTS += [loader.Variant("downs.cu", ()), loader.Variant("ups.cu", ())]
+VARIANTS += [loader.Variant("append.cu", (("X_BF16", 1), ("FORWARD", forward))) for forward in (0, 1)]
 VARIANTS += [
     loader.Variant("round_columns.cu", (("COMPENSATE", passed), ("MANTISSA", 3), ("MAX", 448), ("FINEST", 9)))
     for passed in (0, 1)

@@ -68,8 +68,9 @@ def compare(outputs, wanted, x, wide, parameters, floor=QUANTIZED - 1):
 @pytest.mark.parametrize("normed", [False, True], ids=["plain", "norm"])
 @pytest.mark.parametrize("rank", [0, 4])
 @pytest.mark.parametrize("granularity", [PerRow(), PerTensor()], ids=str)
-def test_three_projections_of_one_input(granularity, rank, normed):
-    k = 64
+@pytest.mark.parametrize("width", [64, 96], ids=["added", "columns"])
+def test_three_projections_of_one_input(width, granularity, rank, normed):
+    k = width
     projections = [
         projection(n, k, seed, rank, bias=seed == 1, granularity=granularity) for seed, n in enumerate((48, 16, 32))
     ]

@@ -1,0 +1,209 @@
+"""An adapter's second product inside the FP8 product of its layer: as more columns of the contracted dimension.
+
+x W^T + u B^T = [x | u] [W | B]^T, and FP8 products are so much faster than another pass over the result that u and B
+may take three columns a rank: each is the sum of two E4M3 codes, u_1 + u_2 and b_1 + b_2, which round as finely as
+bfloat16, and the columns are u_1 b_1 + u_1 b_2 + u_2 b_1. They share the scale of x's token and of W's row. Where the
+values do not fit that scale, the token or row takes a larger one: its codes shrink by a power of two, which costs a
+floating-point format nothing but its smallest values. Errors: docs/numerics.md.
+
+For dX = [dY s | dU] [W | A]: the same with the bytes of W transposed, and the codes of A below them.
+
+Every function has two forms with the same bits, CUDA kernels and plain torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from octavo.formats.codec import decode, encode
+from octavo.formats.granularity import PerRow
+from octavo.formats.reference import quantize_ref
+from octavo.formats.scale import power_of_two_above
+from octavo.formats.scaled import ScaledTensor
+from octavo.formats.spec import E4M3
+from octavo.kernels.cuda import loader
+from octavo.ops import fused
+
+TERMS = 3
+STEP = 16  # of the sizes that FP8 products take
+COLUMNS = 128  # what they go through at once: fewer are no faster, and rows stay on lines of the cache
+LEAST = 2.0**-100  # of scales: their inverse is finite, and so is what it multiplies
+WARPS = 8  # of a block of threads, a row each
+
+
+@dataclass(frozen=True)
+class Downs:
+    """The A [r_i, K] of the adapters of one input, R rows in all, as codes [room, K].
+
+    The leading codes of all rows, their trailing codes, the leading ones again, zeros: a = (leading + trailing) * step.
+    unit [R] float32: step, a power of two, times the adapter's scaling.
+    """
+
+    codes: torch.Tensor
+    unit: torch.Tensor
+
+    @property
+    def rank(self) -> int:
+        return self.unit.shape[0]
+
+    @property
+    def room(self) -> int:
+        return self.codes.shape[0]
+
+
+def room_for(k: int, rank: int) -> int:
+    """The columns that adapters of `rank` in all add to a product over k; 0 where they cost more than they save."""
+    return _columns(rank) if 2 * TERMS * rank <= k else 0
+
+
+def encode_downs(adapters: Sequence[torch.Tensor], scalings: Sequence[float]) -> Downs:
+    """A of up to three adapters; any float dtype."""
+    rank, k = sum(len(a) for a in adapters), adapters[0].shape[1]
+    room, device = _columns(rank), adapters[0].device
+    if not fused.on_kernels(adapters[0]):
+        a = torch.cat([part.detach().float() for part in adapters])
+        step = quantize_ref(a, E4M3, PerRow(), scale_format="po2").scale.clamp(min=LEAST)
+        leading, trailing = _terms(a / step)
+        codes = torch.cat([leading, trailing, leading, leading.new_zeros(room - TERMS * rank, k)])
+        by = torch.cat([step.new_full((len(part),), s) for part, s in zip(adapters, scalings, strict=True)])
+        return Downs(codes, step.flatten() * by)
+    codes, unit = torch.empty((room, k), dtype=torch.uint8, device=device), torch.empty(rank, device=device)
+    ends = list(accumulate(len(a) for a in adapters))
+    masters = [*(_master(a) for a in adapters), None, None][:3]
+    factors = [np.float32(s) for s in (*scalings, 0.0, 0.0)][:3]
+    sizes = np.int32(ends[0]), np.int32(ends[min(1, len(ends) - 1)]), np.int32(rank), np.int32(k)
+    grid = (rank + room - TERMS * rank,)
+    loader.launch(loader.Variant("downs.cu", ()), grid, 256, (*masters, codes, unit, *factors, *sizes), codes)
+    return Downs(codes, unit)
+
+
+def append_products(q: ScaledTensor, downs: Downs, dtype: torch.dtype) -> tuple[ScaledTensor, torch.Tensor]:
+    """q [M, K] with room behind its rows -> [q | u] [M, K + room], and scaling * q A^T [M, R] of `dtype`.
+
+    The codes and scales of q are those of the result: where a token's scale grows, they change.
+    """
+    one = _one(q.codes.device)
+    count = -(-2 * downs.rank // STEP) * STEP
+    whole = F.ScalingType.TensorWise
+    # The sums of codes as they are, in long sums: this product is bound by reading q.
+    sums = F.scaled_mm(
+        q.as_float8(), downs.codes[:count].view(E4M3.dtype).mT, one, whole, one, whole, output_dtype=dtype
+    )
+    low = torch.empty((q.shape[0], downs.rank), dtype=dtype, device=sums.device)
+    return _append(q, sums, downs, low), low
+
+
+def append_gradients(q: ScaledTensor, low: torch.Tensor, downs: Downs) -> ScaledTensor:
+    """q [M, N] per token with room behind its rows, low [M, R] -> [q | low * unit], as in `append_products`."""
+    return _append(q, low, downs, None)
+
+
+def extended(w: ScaledTensor, b: torch.Tensor, begin: int, downs: Downs) -> ScaledTensor:
+    """[W | B] [N, K + room], B [N, r] that of the adapter whose rows of A begin at `begin`."""
+    w = w.per_row()
+    (n, k), rank, columns = w.shape, b.shape[1], _range(w.shape[1])
+    if not fused.on_kernels(w.codes):
+        unit = downs.unit[begin : begin + rank]
+        nothing = w.scale.abs() < LEAST
+        own, own_codes = torch.where(nothing, 1.0, w.scale), torch.where(nothing, 0, w.codes)
+        product = b.detach().float() * unit
+        largest = _largest(product / (columns * own))
+        zeros = (own_codes & 0x7F).amax(1, keepdim=True) == 0
+        fit = torch.where(torch.isfinite(largest) & (largest > 0), _fit(largest), 1.0)
+        shrunk = torch.where(zeros, fit, _shrinkage(largest))
+        leading, trailing = _terms(product / (columns * (own * shrunk)))
+        codes = torch.zeros((n, k + downs.room), dtype=torch.uint8, device=w.codes.device)
+        codes[:, :k] = _shrink(own_codes, shrunk)
+        for i, part in enumerate((leading, trailing, leading)):
+            codes[:, k + begin + i * downs.rank :][:, :rank] = part
+        return ScaledTensor(codes, own * shrunk, E4M3, PerRow())
+    codes = torch.empty((n, k + downs.room), dtype=torch.uint8, device=w.codes.device)
+    scale = torch.empty_like(w.scale)
+    sizes = (np.int32(size) for size in (n, k, rank, begin, downs.rank, downs.room))
+    arguments = w.codes, w.scale, _master(b), downs.unit, codes, scale, np.float32(columns), *sizes
+    loader.launch(loader.Variant("ups.cu", ()), (-(-n // WARPS),), 32 * WARPS, arguments, codes)
+    return ScaledTensor(codes, scale, E4M3, PerRow())
+
+
+def _append(q: ScaledTensor, low: torch.Tensor, downs: Downs, kept: torch.Tensor | None) -> ScaledTensor:
+    """kept: what `append_products` returns beside its codes, to fill; low are sums of codes then."""
+    (m, k), rank, room, columns = q.shape, downs.rank, downs.room, _range(q.shape[1])
+    codes = q.codes.as_strided((m, k + room), (q.codes.stride(0), 1))
+    if not fused.on_kernels(q.codes):
+        if kept is None:
+            u = low.float() * downs.unit / q.scale
+        else:
+            total = low[:, :rank].float() + low[:, rank : 2 * rank].float()
+            kept.copy_(total * (q.scale * downs.unit))
+            u = total * columns
+        shrunk = _shrinkage(_largest(u))
+        leading, trailing = _terms(u / shrunk)
+        codes[:, :k] = _shrink(q.codes, shrunk)
+        codes[:, k:] = torch.cat([leading, leading, trailing, codes.new_zeros(m, room - TERMS * rank)], dim=1)
+        q.scale.mul_(shrunk)
+    elif m:
+        variant = loader.Variant(
+            "append.cu", (("X_BF16", int(low.dtype == torch.bfloat16)), ("FORWARD", int(kept is not None)))
+        )
+        sizes = (
+            np.int64(m),
+            np.int32(k),
+            np.int32(rank),
+            np.int32(room),
+            np.int32(low.stride(0)),
+            np.int64(codes.stride(0)),
+        )
+        arguments = low, downs.unit, codes, q.scale, kept, np.float32(columns), *sizes
+        loader.launch(variant, (-(-m // WARPS),), 32 * WARPS, arguments, low)
+    return ScaledTensor(codes, q.scale, E4M3, PerRow())
+
+
+def _columns(rank: int) -> int:
+    return -(-TERMS * rank // COLUMNS) * COLUMNS
+
+
+def _range(k: int) -> float:
+    """What sums of k products of codes are multiplied by to be codes: up to 100 for normally distributed values."""
+    return 2.0 ** -(8 + -(-(k - 1).bit_length() // 2))
+
+
+def _terms(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    finite = torch.where(torch.isfinite(value), value, torch.nan)
+    leading = encode(finite, E4M3)
+    return leading, encode(finite - decode(leading, E4M3), E4M3)
+
+
+def _largest(value: torch.Tensor) -> torch.Tensor:
+    """Of each row; NaN counts as nothing, Inf as itself."""
+    return value.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(1, keepdim=True)
+
+
+def _fit(largest: torch.Tensor) -> torch.Tensor:
+    return power_of_two_above(largest / torch.full_like(largest, E4M3.max))
+
+
+def _shrinkage(largest: torch.Tensor) -> torch.Tensor:
+    return torch.where(torch.isfinite(largest) & (largest > E4M3.max), _fit(largest), 1.0)
+
+
+def _shrink(codes: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    nan = (codes & 0x7F) == 0x7F
+    return torch.where(nan | (by == 1.0), codes, encode(decode(codes, E4M3) / by, E4M3))
+
+
+def _master(part: torch.Tensor) -> torch.Tensor:
+    """Float32, contiguous, on 16 bytes."""
+    part = part.detach().float().contiguous()
+    return part if part.data_ptr() % 16 == 0 else part.clone()
+
+
+@lru_cache(maxsize=16)
+def _one(device: torch.device) -> torch.Tensor:
+    return torch.ones((), device=device)

@@ -1,0 +1,85 @@
+"""downs.cu, ups.cu and append.cu on the host: the bits of the same functions in plain torch."""
+
+import pytest
+import torch
+
+from octavo.formats.granularity import PerRow
+from octavo.formats.reference import quantize_ref
+from octavo.formats.scaled import ScaledTensor
+from octavo.formats.spec import E4M3
+from octavo.ops import extension, fused
+
+pytestmark = pytest.mark.usefixtures("on_host")
+NAN, INF = float("nan"), float("inf")
+
+
+def normal(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def both(monkeypatch):
+    """Call a function on its kernels and on torch."""
+
+    def run(function):
+        results = []
+        for kernels in (True, False):
+            monkeypatch.setattr(fused, "on_kernels", lambda x, kernels=kernels: kernels)
+            results.append(function())
+        return results
+
+    return run
+
+
+@pytest.mark.parametrize("ranks", [(16,), (4, 12), (3, 8, 40)], ids=str)
+def test_codes_of_a(both, ranks):
+    adapters = [normal(rank, 144, seed=rank) * 2.0**rank for rank in ranks]
+    adapters[0][0], adapters[-1][1] = 0, 2.0**-140
+    adapters[0][2, :3] = torch.tensor([NAN, INF, -INF])
+    found, want = both(lambda: extension.encode_downs(adapters, [0.5, 2.0, 3.0][: len(ranks)]))
+    assert torch.equal(found.codes, want.codes) and torch.equal(found.unit, want.unit)
+    assert found.codes.shape == (-(-3 * sum(ranks) // 128) * 128, 144) and found.rank == sum(ranks)
+
+
+@pytest.mark.parametrize("power", [-20, 0, 20])
+@pytest.mark.parametrize("ranks", [(16,), (3, 40)], ids=str)
+def test_more_columns_of_w(both, ranks, power):
+    """Rows that keep their scale, rows that must shrink, a row of zeros, NaN and Inf in B."""
+    w = normal(37, 160) * torch.exp2(torch.arange(37.0) % 5)[:, None]
+    w[3] = 0
+    w = quantize_ref(w, E4M3, PerRow())
+    w.scale[9] = 0  # as good as zeros
+    w.codes[5, 7] = 0x7F  # NaN stays NaN where its row shrinks
+    b = normal(37, ranks[-1], seed=1) * 2.0**power
+    b[7, 0], b[8, 1] = NAN, INF
+    downs = extension.encode_downs([normal(rank, 160, seed=rank) for rank in ranks], [2.0] * len(ranks))
+    found, want = both(lambda: extension.extended(w, b, sum(ranks[:-1]), downs))
+    assert torch.equal(found.codes, want.codes) and torch.equal(found.scale, want.scale)
+    assert found.codes[5, 7] == 0x7F
+    assert bool((found.scale[0] > w.scale[0]).all()) is (power >= 0)
+
+
+@pytest.mark.parametrize("power", [-20, 0, 20])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("function", ["append_products", "append_gradients"])
+def test_more_columns_of_tokens(both, function, dtype, power):
+    x = normal(11, 160)
+    x[2], x[4, 3] = 0, NAN
+    downs = extension.encode_downs([normal(rank, 160, seed=rank) for rank in (3, 9)], [2.0, 1.0])
+    downs.unit.mul_(2.0**power)
+    low = (normal(11, 12, seed=5) * 64).to(dtype)
+    low[5, 0], low[6, 1] = NAN, INF
+
+    def run():
+        q, _ = fused.quantize_tokens(x.bfloat16(), spare=downs.room)
+        if function == "append_gradients":
+            return extension.append_gradients(q, low, downs), q
+        q.scale.mul_(2.0**power)
+        if power == 20:
+            q.codes.copy_(torch.where(q.codes == 0x7F, 0x7F, 0x7E)), downs.codes.fill_(0x7E)
+        wide, kept = extension.append_products(q, downs, dtype)
+        return wide, ScaledTensor(q.codes, kept.float().abs().amax(1, keepdim=True), E4M3)
+
+    for found, want in zip(*both(run), strict=True):
+        assert torch.equal(found.codes, want.codes)
+        assert torch.equal(found.scale.nan_to_num(7.0), want.scale.nan_to_num(7.0))
