@@ -3,8 +3,9 @@
     python benchmarks/snapshot.py [--gigabytes 12] [--device cuda] [--folder DIR] [--rounds 3] [--only NAME ...]
 
 All in one run, same tensors: AdamW state (parameters, two moments, float32) of the given size, training steps of matrix
-multiplications between snapshots. Rivals: torch.save, safetensors.save_file of a copy in host memory, dcp.save,
-dcp.async_save as it comes and with the pinned asynchronous DefaultStager; the bare pinned copy, which is what any copy
+multiplications between snapshots. Rivals: torch.save; safetensors.save_file of a copy in host memory, as it comes and
+with the fsync that Octavo's files get; dcp.save; dcp.async_save as it comes and with the pinned asynchronous
+DefaultStager; the bare pinned copy, which is what any copy
 costs that waits. `stall` is what a step with a snapshot takes longer than the steps without one, from the end of one
 optimizer step to the end of the next, the device synchronized; that optimizer step awaits Octavo's copy, so nothing is
 left out. `lora` has the tensors of LoRA rank 16 on all linears of an 8B model. Needs a disk with room for
@@ -263,6 +264,11 @@ def contestants(loop: Loop, folder: Path) -> dict[str, Callable[[], Any]]:
 
         return Rival(copy)
 
+    def durable(count: int) -> None:
+        save_file(host(), path := fresh("durable", count))
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+
     return {
         "octavo": lambda: Octavo(loop, folder / "octavo"),
         "dcp.async_save, pinned DefaultStager": default_stager,
@@ -271,6 +277,7 @@ def contestants(loop: Loop, folder: Path) -> dict[str, Callable[[], Any]]:
         "dcp.save": lambda: Rival(lambda n: dcp.save(loop.state(), checkpoint_id=str(fresh("dcp", n)))),
         "torch.save": lambda: Rival(lambda n: torch.save(loop.state(), fresh("torch", n))),
         "safetensors.save_file": lambda: Rival(lambda n: save_file(host(), fresh("safetensors", n))),
+        "safetensors.save_file, fsync": lambda: Rival(durable),
     }
 
 
@@ -325,7 +332,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--rows", type=int, default=8192, help="of the batch: the compute that a copy can hide under")
+    parser.add_argument("--rows", type=int, default=8192, help="of the batch; enough that the GPU sets the pace")
     parser.add_argument("--layers", type=int, default=32, help="of the 8B model for lora")
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--resume-check", action="store_true")
@@ -351,7 +358,7 @@ def main() -> None:
             "lora": lambda: Lora(device, options.layers),
         }
         for name, build in models.items():
-            loop = Loop(build(), device, options.rows if name == "full" else min(options.rows, 256))
+            loop = Loop(build(), device, options.rows)
             nbytes = sum(value.numel() * value.element_size() for value in loop.tensors().values())
             print(f"{name}: {nbytes / 1e9:.3f} GB in {len(loop.tensors())} tensors on {result['device']}")
             result[name] = {"bytes": nbytes, "rows": measure(loop, work, options.rounds, options.only)}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 import torch
@@ -18,14 +19,20 @@ from octavo.store.snapshot.jobs import FilePlan
 
 SHARDING = "DCP_SHARDING_INFO"
 ALIGN = 256  # bytes, of a file's data in the buffer
+SMALL = 2 << 20  # bytes; smaller tensors are joined where they are, for one copy over the bus costs 10 us to start
+JOINED = 64 << 20  # bytes of such tensors in one copy
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A local tensor and, for a shard, where it begins in the whole, one offset per dimension."""
+    """A local tensor and, for a shard, where it begins in the whole, one offset per dimension.
+
+    early: the next forward may change it.
+    """
 
     tensor: torch.Tensor
     offsets: tuple[int, ...] | None = None
+    early: bool = False
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,7 @@ class Copy:
     tensor: torch.Tensor
     begin: int
     raw: torch.Tensor | None
+    early: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -57,6 +65,29 @@ class Layout:
     copies: tuple[Copy, ...]
     nbytes: int
 
+    @cached_property
+    def runs(self) -> tuple[list[list[Copy]], list[list[Copy]]]:
+        """What travels together: of what the next forward may change, and of the rest."""
+        return _runs([c for c in self.copies if c.early]), _runs([c for c in self.copies if not c.early])
+
+
+def _runs(copies: Sequence[Copy]) -> list[list[Copy]]:
+    """Small tensors of a device that are neighbours in the buffer, together; all else alone; nothing for empty ones."""
+    found: list[list[Copy]] = []
+    end, room = -1, 0  # where the last run ends, and how many bytes it still takes
+    for copy in copies:
+        if not copy.nbytes:
+            continue
+        small = copy.nbytes < SMALL
+        if small and copy.begin == end and copy.nbytes <= room and copy.tensor.device == found[-1][-1].tensor.device:
+            found[-1].append(copy)
+            room -= copy.nbytes
+        else:
+            found.append([copy])
+            room = JOINED - copy.nbytes if small else 0
+        end = copy.begin + copy.nbytes
+    return found
+
 
 def lay_out(files: Mapping[str, Mapping[str, Piece]]) -> Layout:
     """files: name -> tensors. Wider types first in a file, so that every tensor is aligned to its own size.
@@ -75,7 +106,7 @@ def lay_out(files: Mapping[str, Mapping[str, Piece]]) -> Layout:
         plans.append(FilePlan(name, header[8:].decode(), begin, size))
         for key, piece in order:
             raw = _raw(piece.tensor) if piece.tensor.is_contiguous() else None
-            copies.append(Copy(piece.tensor, begin + offsets[key] - len(header), raw))
+            copies.append(Copy(piece.tensor, begin + offsets[key] - len(header), raw, piece.early))
         begin += -(-size // ALIGN) * ALIGN
     return Layout(tuple(plans), tuple(copies), begin)
 

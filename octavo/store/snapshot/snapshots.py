@@ -191,7 +191,7 @@ class Snapshots:
             self._reserve(layout)
         names = session.run, session.life, self.base
         job = Job(step, kind, *names, rank, world, files=layout.plans, small=small, keep=self.keep)
-        self.writer.submit(job, layout, state.buffers())
+        self.writer.submit(job, layout)
         self.stalls.append(time.perf_counter() - started)
         if kind == "full":
             self._saved = step

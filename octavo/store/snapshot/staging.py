@@ -7,17 +7,14 @@ waits are of streams: the CPU goes on. On a CPU tensor a copy is done when it re
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from octavo.store.snapshot.layout import Layout
 
-SMALL = 2 << 20  # bytes; smaller tensors are joined where they are, for one copy over the bus costs 10 us to start
-JOINED = 64 << 20  # bytes of such tensors in one copy
-
-Placed = tuple[int, torch.Tensor]  # the first byte in the buffer, and the bytes that go there, uint8 [n]
+Placed = tuple[int, list[torch.Tensor]]  # the first byte in the buffer, and what lies there behind each other, uint8
 
 
 class Lane(Protocol):
@@ -127,43 +124,19 @@ def lane_for(layout: Layout) -> Lane:
     return CudaLane(gpus) if gpus else CpuLane()
 
 
-def stage(layout: Layout, buffer: torch.Tensor, lane: Lane, early: Collection[torch.Tensor] = ()) -> Staged:
-    """Queue the copies of a layout into buffer, uint8 [nbytes]. early: what the next forward may change."""
-    first = {tensor.data_ptr() for tensor in early}
+def stage(layout: Layout, buffer: torch.Tensor, lane: Lane) -> Staged:
+    """Queue the copies of a layout into buffer, uint8 [nbytes]."""
     # Made before the lane follows: a tensor with gaps is joined by a kernel of the training's own stream.
-    sooner = [(copy.begin, copy.bytes()) for copy in layout.copies if copy.tensor.data_ptr() in first]
-    later = [(copy.begin, copy.bytes()) for copy in layout.copies if copy.tensor.data_ptr() not in first]
+    sooner, later = ([(run[0].begin, [copy.bytes() for copy in run]) for run in runs] for runs in layout.runs)
     lane.follow()
-    keep: list[torch.Tensor] = []
     if sooner:
-        _queue(sooner, buffer, lane, keep)
+        _queue(sooner, buffer, lane)
         lane.hold(lane.mark())
-    _queue(later, buffer, lane, keep)
-    return Staged(lane, lane.mark(), (layout, keep))
+    _queue(later, buffer, lane)
+    return Staged(lane, lane.mark(), (layout, sooner, later))
 
 
-def _queue(sources: list[Placed], buffer: torch.Tensor, lane: Lane, keep: list[torch.Tensor]) -> None:
-    for run in runs(sources):
-        data = [raw for _, raw in run]
+def _queue(runs: list[Placed], buffer: torch.Tensor, lane: Lane) -> None:
+    for begin, data in runs:
         joined = data[0] if len(data) == 1 else lane.join(data)
-        keep.extend(data)
-        lane.copy(buffer[run[0][0] : run[0][0] + joined.numel()], joined)
-
-
-def runs(sources: list[Placed]) -> list[list[Placed]]:
-    """Small tensors of a device that are neighbours in the buffer, together; all else alone; nothing for empty ones."""
-    found: list[list[Placed]] = []
-    end, room = -1, 0  # where the last run ends, and how many bytes it still takes
-    for begin, raw in sources:
-        size = raw.numel()
-        if not size:
-            continue
-        small = size < SMALL
-        if small and begin == end and size <= room and raw.device == found[-1][-1][1].device:
-            found[-1].append((begin, raw))
-            room -= size
-        else:
-            found.append([(begin, raw)])
-            room = JOINED - size if small else 0
-        end = begin + size
-    return found
+        lane.copy(buffer[begin : begin + joined.numel()], joined)

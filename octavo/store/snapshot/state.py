@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -66,6 +67,7 @@ class TrainingState:
         self.optimizer: torch.optim.Optimizer = optimizer
         self.scheduler, self.extra = scheduler, dict(extra or {})
         self.names = {parameter: name for name, parameter in self.model.named_parameters()}
+        self._stems = {id(parameter): f"{OPTIMIZER}.{name}" for parameter, name in self.names.items()}
         self.partial = any(not p.requires_grad for p in self.names)
         trained = {name: p for p, name in self.names.items() if p.requires_grad}
         renamed = adapter_names(self.model) if adapter_names and self.partial else {}
@@ -88,11 +90,6 @@ class TrainingState:
             found.setdefault(id(value), (name, value))  # tied weights once
         return dict(found.values())
 
-    def buffers(self) -> list[torch.Tensor]:
-        """What a forward may change; of distributed ones this rank's part."""
-        pieces = (local_piece(value) for value in self.weights().values() if not isinstance(value, nn.Parameter))
-        return [piece.tensor for piece in pieces if piece is not None]
-
     def layout(self, kind: str, rank: int, world: int) -> Layout:
         """The files of this rank. Computed again only when tensors came, went or moved."""
         groups = {ADAPTER if self.partial else MODEL: self.weights()}
@@ -106,7 +103,7 @@ class TrainingState:
                 # An adapter that every rank has whole is one file, as PEFT reads it.
                 writers = 1 if stem == ADAPTER and not any(map(is_sharded, tensors.values())) else world
                 mine = {
-                    name: piece
+                    name: replace(piece, early=stem == MODEL and not isinstance(value, nn.Parameter))
                     for index, (name, value) in enumerate(tensors.items())
                     if is_writer(value, index % writers, rank) and (piece := local_piece(value)) is not None
                 }
@@ -166,9 +163,10 @@ class TrainingState:
         """Optimizer state by name: the tensors, or the plain values that some optimizers keep beside them."""
         for group in self.optimizer.param_groups:
             for p in group["params"]:
+                stem = self._stems[id(p)]
                 for key, value in self.optimizer.state.get(p, {}).items():
                     if isinstance(value, torch.Tensor) == tensors:
-                        yield f"{OPTIMIZER}.{self.names[p]}.{key}", value
+                        yield f"{stem}.{key}", value
 
     def _groups(self) -> list[dict[str, Any]]:
         groups = []

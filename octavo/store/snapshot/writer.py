@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -107,7 +107,7 @@ class SnapshotWriter:
             if self._channel is not None:
                 self._send_buffers(self._channel)
 
-    def submit(self, job: Job, layout: Layout, early: Collection[torch.Tensor] = ()) -> float:
+    def submit(self, job: Job, layout: Layout) -> float:
         """Queue a snapshot; `prepare` came before. Returns the seconds that training stood still for it."""
         started = time.perf_counter()
         here = not self._buffers or self._buffers[0].nbytes < layout.nbytes
@@ -123,7 +123,7 @@ class SnapshotWriter:
             return time.perf_counter() - started
         self._lane = self._lane or lane_for(layout)
         try:
-            self._staged = stage(layout, self._buffers[index].data, self._lane, early)
+            self._staged = stage(layout, self._buffers[index].data, self._lane)
         except BaseException:
             self._finished(index)
             raise

@@ -9,8 +9,8 @@ from torch import nn
 
 from octavo.store.snapshot.folder import SnapshotFolder
 from octavo.store.snapshot.host import HostBuffer, buffers_that_fit, free_memory
-from octavo.store.snapshot.layout import Piece, lay_out
-from octavo.store.snapshot.staging import JOINED, SMALL, CpuLane, runs, stage
+from octavo.store.snapshot.layout import JOINED, SMALL, Copy, Layout, Piece, lay_out
+from octavo.store.snapshot.staging import CpuLane, stage
 from octavo.store.snapshot.state import TrainingState
 from tests.store.snapshot.conftest import train
 
@@ -44,9 +44,9 @@ def layout_of(**tensors):
 
 
 def test_buffers_go_first_and_only_they_hold_the_next_forward():
-    weight, buffer = torch.randn(4, 4), torch.randn(3)
-    layout, lane = layout_of(weight=weight, buffer=buffer), Told()
-    staged = stage(layout, torch.zeros(layout.nbytes, dtype=torch.uint8), lane, [buffer])
+    pieces = {"weight": Piece(torch.randn(4, 4)), "buffer": Piece(torch.randn(3), early=True)}
+    layout, lane = lay_out({"f.safetensors": pieces}), Told()
+    staged = stage(layout, torch.zeros(layout.nbytes, dtype=torch.uint8), lane)
     assert lane.log == ["follow", "copy 12", "mark", "hold 3", "copy 64", "mark"]
     staged.hold_training()  # before the optimizer step
     staged.wait()  # the courier
@@ -58,7 +58,7 @@ def test_the_buffers_of_a_model_are_found_among_its_tensors():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     state = TrainingState(model, torch.optim.SGD(model.parameters(), lr=0.1))
     layout, lane = state.layout("full", 0, 1), Told()
-    stage(layout, torch.zeros(layout.nbytes, dtype=torch.uint8), lane, state.buffers())
+    stage(layout, torch.zeros(layout.nbytes, dtype=torch.uint8), lane)
     held = lane.log.index("hold 4")
     assert lane.log[:held] == ["follow", "copy 8", "copy 32", "mark"]  # batches seen; mean and variance
     assert lane.log[held + 1 :] == ["copy 112", "mark"]
@@ -152,19 +152,20 @@ def test_the_copy_is_of_the_moment_it_was_asked_for():
 
 
 def test_small_tensors_of_a_device_travel_together_large_ones_alone():
-    def place(*sizes):
-        return [(sum(sizes[:i]), torch.empty(n, dtype=torch.uint8, device="meta")) for i, n in enumerate(sizes)]
+    def bytes_at(begin, size, device="meta"):
+        return Copy(torch.empty(size, dtype=torch.uint8, device=device), begin, None)
 
-    def lengths(sources):
-        return [[raw.numel() for _, raw in run] for run in runs(sources)]
+    def place(*sizes):
+        return [bytes_at(sum(sizes[:i]), size) for i, size in enumerate(sizes)]
+
+    def lengths(copies):
+        return [[copy.nbytes for copy in run] for run in Layout((), tuple(copies), 0).runs[1]]
 
     assert lengths(place(10, 20, SMALL, 30, 0, 40)) == [[10, 20], [SMALL], [30, 40]]
     many = place(*[SMALL - 1] * (JOINED // SMALL + 2))
     assert all(sum(run) <= JOINED for run in lengths(many)) and sum(map(len, lengths(many))) == len(many)
-    apart = [(0, many[0][1]), (SMALL + 7, many[1][1])]
-    assert len(runs(apart)) == 2
-    mixed = [(0, many[0][1][:8]), (8, torch.empty(4, dtype=torch.uint8)), (12, many[0][1][:8])]
-    assert len(runs(mixed)) == 3
+    assert lengths([bytes_at(0, 8), bytes_at(9, 8)]) == [[8], [8]]  # not neighbours
+    assert lengths([bytes_at(0, 8), bytes_at(8, 4, "cpu"), bytes_at(12, 8)]) == [[8], [4], [8]]
 
 
 def test_step_counts_in_host_memory_do_not_part_what_is_on_the_gpu():
@@ -173,8 +174,7 @@ def test_step_counts_in_host_memory_do_not_part_what_is_on_the_gpu():
     names = [f"{p}.{kind}" for p in "abc" for kind in ("step", "exp_avg", "exp_avg_sq")]
     pieces = {name: Piece(count if name.endswith("step") else on_gpu) for name in names}
     layout = lay_out({"f.safetensors": pieces})
-    found = runs([(copy.begin, copy.bytes()) for copy in layout.copies])
-    assert [[raw.device.type for _, raw in run] for run in found] == [["meta"] * 6, ["cpu"] * 3]
+    assert [[copy.tensor.device.type for copy in run] for run in layout.runs[1]] == [["meta"] * 6, ["cpu"] * 3]
 
 
 def test_memory_that_cannot_be_pinned_is_used_as_it_is(monkeypatch, caplog):
