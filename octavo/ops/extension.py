@@ -132,10 +132,16 @@ def extended(w: ScaledTensor, b: torch.Tensor, begin: int, downs: Downs) -> Scal
     return ScaledTensor(codes, scale, E4M3, PerRow())
 
 
+def whole_rows(q: ScaledTensor) -> ScaledTensor:
+    """q with the room behind its rows."""
+    m, pitch = q.shape[0], q.codes.stride(0)
+    return ScaledTensor(q.codes.as_strided((m, pitch), (pitch, 1)), q.scale, q.spec, q.granularity)
+
+
 def _append(q: ScaledTensor, low: torch.Tensor, downs: Downs, kept: torch.Tensor | None) -> ScaledTensor:
     """kept: what `append_products` returns beside its codes, to fill; low are sums of codes then."""
     (m, k), rank, room, columns = q.shape, downs.rank, downs.room, _range(q.shape[1])
-    codes = q.codes.as_strided((m, k + room), (q.codes.stride(0), 1))
+    codes = whole_rows(q).codes
     if not fused.on_kernels(q.codes):
         if kept is None:
             u = low.float() * downs.unit / q.scale

@@ -180,7 +180,8 @@ class _Backward:
         found: list[torch.Tensor | None] = [None] * len(needed)
         if self.low is None or not any(needed):
             return found
-        together = self.low_gradient.mT @ fused.dequantize(self.q, self.dtype)  # one pass over x for all of them
+        x = fused.dequantize(extension.whole_rows(self.q), self.dtype)[:, : self.q.shape[1]]
+        together = self.low_gradient.mT @ x  # one pass over x for all of them
         for adapter in self.adapters:
             db = self.grads[adapter.index].mT @ self.low[:, adapter.columns]
             found[2 * adapter.index] = together[adapter.columns].to(adapter.a.dtype).mul_(adapter.scaling)
