@@ -3,8 +3,8 @@
     python benchmarks/w8a16.py [--sweep] [--shapes 28672x4096,...] [--tokens 1,4,16] [--out FILE]
 
 First correctness (dB against float64 products of the decoded weights), then medians of CUDA graphs whose weights are
-rotated past the L2 cache. --sweep times every tile of w8a16.cu instead of the one that tiling.py would take. gemlite
-joins where it is installed. OCTAVO_ARCH=80 runs the code path of an A100.
+rotated past the L2 cache. --sweep times many plans instead of the one that tiling.py would take, and prints the fastest
+of each kind. gemlite joins where it is installed. OCTAVO_ARCH=80 runs the code path of an A100.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -32,21 +34,72 @@ from octavo.formats.recipe import Rule
 from octavo.formats.reference import dequantize_ref
 from octavo.formats.scaled import ScaledTensor
 from octavo.kernels.cuda import loader
-from octavo.kernels.tiling import MAX_TOKENS, Tile, w8a16_tile
+from octavo.kernels.tiling import (
+    FEW,
+    FEW_ROWS,
+    MAX_TOKENS,
+    MORE,
+    Block,
+    Panels,
+    Plan,
+    Ring,
+    Terms,
+    w8a16_dx_plan,
+    w8a16_plan,
+)
 from octavo.ops import native, w8a16
 from octavo.ops.quantize import quantize
 from octavo.testing import sqnr_db
 
 SHAPES = "28672x4096,4096x14336,4096x4096"
 FLUSH_BYTES = 256 << 20  # weights of one graph: several times any L2 cache
-FLOOR_DB = 50.0  # one rounding to BF16 is 55.6, a weight rounded to BF16 as well 50.8 (docs/numerics.md)
-TILES = [
-    Tile(tiles_n, tiles_m, warps_n, warps_k, depth)
-    for tiles_n, tiles_m, (warps_n, warps_k), depth in itertools.product(
-        (1, 2, 4), (1, 2), ((1, 2), (1, 4), (2, 2), (4, 1), (2, 4), (1, 8), (4, 4), (1, 16)), (1, 2, 4)
-    )
-    if tiles_n * depth <= 4  # registers
-]
+FLOOR_DB = (
+    50.0,
+    48.0,
+)  # a rounding to BF16 is 55.6 dB, the weight's as well 50.8 (docs/numerics.md); two terms have three
+SHARED_BYTES = 227 << 10
+BEST = 3  # of each kind of plan, in the table of a sweep
+
+
+def few_token_plans(m: int, k: int) -> list[Plan]:
+    """Every tile of w8a16_ring.cu that fits, and w8a16.cu's."""
+    found: list[Plan] = [FEW, FEW_ROWS, MORE]
+    shapes = [(1, 1, 8), (1, 1, 16), (1, 2, 4), (1, 2, 8), (1, 4, 4), (2, 1, 8), (2, 1, 16), (2, 2, 8)]
+    for (n, warps_n, warps_k), depth, staged, blocks, overlap in itertools.product(
+        shapes, (2, 3, 4, 6), (0, 1), (1, 2), (0, 1)
+    ):
+        ring = Ring(n, -(-m // 8), warps_n, warps_k, depth, staged, blocks, overlap)
+        if ring.dynamic_bytes(m, k) * blocks <= SHARED_BYTES and ring.threads * blocks <= 1024:
+            found.append(ring)
+    return [plan for plan in found if plan.tokens >= m]
+
+
+def many_token_plans(m: int, n: int, k: int) -> list[Plan]:
+    """Tiles of w8a16_tile.cu with parts of K for one or two waves of blocks; two terms; the decoded weight."""
+    found: list[Plan] = [Terms(), *(Panels(size) for size in (1024, 2048, 4096, 8192) if size < n), Panels()]
+    shapes = [
+        (2, 4, 7),
+        (2, 4, 8),
+        (2, 8, 4),
+        (2, 8, 7),
+        (2, 8, 8),
+        (4, 4, 4),
+        (4, 8, 4),
+        (2, 16, 7),
+        (2, 16, 8),
+        (1, 16, 8),
+    ]
+    for (tiles_n, tiles_m, warps), depth in itertools.product(shapes if m <= 512 else [], (2, 3, 4)):
+        block = Block(tiles_n, tiles_m, warps, depth)
+        blocks = math.prod(block.grid(m, n))
+        room = (
+            max(1, SHARED_BYTES // block.dynamic_bytes(m, k))
+            * torch.cuda.get_device_properties(0).multi_processor_count
+        )
+        splits = {1, max(1, room // blocks), max(1, 2 * room // blocks)}
+        if block.dynamic_bytes(m, k) <= SHARED_BYTES:
+            found += [replace(block, splits=s) for s in sorted(splits) if s <= min(16, -(-k // 128))]
+    return found
 
 
 def milliseconds(call: Callable[[ScaledTensor], object], weights: list[ScaledTensor]) -> float:
@@ -54,30 +107,23 @@ def milliseconds(call: Callable[[ScaledTensor], object], weights: list[ScaledTen
     return graph_milliseconds([partial(call, w) for w in weights], rounds=30)
 
 
-def with_tile(tile: Tile) -> Callable[..., torch.Tensor]:
-    def linear(*args: object) -> torch.Tensor:
-        taken, w8a16.w8a16_tile = w8a16.w8a16_tile, lambda m, n, k: tile
-        try:
-            return w8a16.linear(*args)
-        finally:
-            w8a16.w8a16_tile = taken
-
-    return linear
-
-
-def compiled(tiles: list[Tile | None], x: torch.Tensor, w: ScaledTensor) -> list[Tile | None]:
+def compiled(plans: list[Plan], x: torch.Tensor, w: ScaledTensor) -> list[Plan]:
     """Those that fit the registers; several are compiled at once."""
     loader.nvrtc_version()
     sm = torch.cuda.get_device_capability(x.device)
 
-    def fits(tile: Tile | None) -> bool:
+    variants = {plan: w8a16.variant(plan, x.dtype, w, len(x)) for plan in plans if not isinstance(plan, Panels | Terms)}
+
+    def fits(variant: loader.Variant) -> bool:
         try:
-            return tile is not None and bool(loader.load(w8a16.few_tokens(tile, x.dtype, w), sm))
+            return bool(loader.load(variant, sm))
         except UnsupportedError:
             return False
 
+    different = list(set(variants.values()))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return [tile for tile, fitting in zip(tiles, pool.map(fits, tiles), strict=True) if fitting]
+        fitting = dict(zip(different, pool.map(fits, different), strict=True))
+    return [plan for plan in plans if plan not in variants or fitting[variants[plan]]]
 
 
 def rivals(w: torch.Tensor) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
@@ -108,36 +154,68 @@ def run(n: int, k: int, tokens: list[int], sweep: bool) -> list[dict[str, object
             x = torch.randn(m, k, generator=generator, device="cuda", dtype=torch.bfloat16)
             exact = x.double() @ dequantize_ref(weights[0]).double().mT
             base = milliseconds(lambda copy, x=x: torch.mm(x, copy.mT), wide)
-            fitting = [tile for tile in TILES if m > 8 * (tile.tiles_m - 1)]
-            tiles = fitting if sweep and m <= MAX_TOKENS else [w8a16_tile(m, n, k)]
-            if len(tiles) > 1:
-                tiles = compiled(tiles, x, weights[0])
-            for tile in tiles:
-                ours = with_tile(tile) if tile else w8a16.linear
-                db = sqnr_db(ours(x, weights[0], None, "none", None), exact)
-                assert db > FLOOR_DB, f"M={m} {n}x{k} {rule.granularity} {tile}: {db:.1f} dB"
-                took = milliseconds(lambda q, x=x, ours=ours: ours(x, q, None, "none", None), weights)
-                rows.append(row("octavo w8a16", rule, m, n, k, took, base, db, str(tile)))
+            rows.append(row("BF16 cuBLAS", rule, m, n, k, base, base, sqnr_db(torch.mm(x, w.mT), exact), ""))
+            plans = [w8a16_plan(m, n, k)]
+            if sweep:
+                plans = compiled(few_token_plans(m, k) if m <= 16 else many_token_plans(m, n, k), x, weights[0])
+            found = []
+            for plan in plans:
+                db = sqnr_db(w8a16.product(x, weights[0], None, plan), exact)
+                if db < FLOOR_DB[isinstance(plan, Terms)]:
+                    print(f"WRONG: M={m} {n}x{k} {rule.granularity} {plan}: {db:.1f} dB", flush=True)
+                took = milliseconds(lambda q, x=x, plan=plan: w8a16.product(x, q, None, plan), weights)
+                found.append(row("octavo w8a16", rule, m, n, k, took, base, db, str(plan)))
             for name, call in others.items():
                 took = milliseconds(lambda _, x=x, call=call: call(x), weights)  # one copy: it may stay in L2
-                rows.append(row(name, rule, m, n, k, took, base, sqnr_db(call(x), exact), "one copy"))
-            grad = torch.randn(m, n, generator=generator, device="cuda", dtype=torch.bfloat16)
+                found.append(row(name, rule, m, n, k, took, base, sqnr_db(call(x), exact), "one copy"))
             if m > MAX_TOKENS:
-                back = milliseconds(lambda copy, grad=grad: torch.mm(grad, copy), wide)
-                exact_dx = grad.double() @ dequantize_ref(weights[0]).double()
-                for name, op in (("octavo w8a16 dX", w8a16.linear_dx), ("octavo native dX", native.linear_dx)):
-                    if op is native.linear_dx and not isinstance(rule.granularity, PerRow):
-                        continue
-                    db = sqnr_db(op(grad, weights[0]), exact_dx)
-                    took = milliseconds(lambda q, grad=grad, op=op: op(grad, q), weights)
-                    rows.append(row(name, rule, m, n, k, took, back, db, ""))
+                found += run_dx(weights, wide, rule, m, sweep, generator)
+            rows += found
     return rows
+
+
+def run_dx(
+    weights: list[ScaledTensor],
+    wide: list[torch.Tensor],
+    rule: Rule,
+    m: int,
+    sweep: bool,
+    generator: torch.Generator,
+) -> list[dict[str, object]]:
+    n, k = wide[0].shape
+    grad = torch.randn(m, n, generator=generator, device="cuda", dtype=torch.bfloat16)
+    base = milliseconds(lambda copy: torch.mm(grad, copy), wide)
+    exact = grad.double() @ dequantize_ref(weights[0]).double()
+    found = []
+    for plan in (
+        [Panels(size) for size in (512, 1024, 2048) if size < k] + [Panels()] if sweep else [w8a16_dx_plan(m, n, k)]
+    ):
+        db = sqnr_db(w8a16.product_dx(grad, weights[0], plan), exact)
+        took = milliseconds(lambda q, plan=plan: w8a16.product_dx(grad, q, plan), weights)
+        found.append(row("octavo w8a16 dX", rule, m, n, k, took, base, db, str(plan)))
+    if isinstance(rule.granularity, PerRow):
+        took = milliseconds(lambda q: native.linear_dx(grad, q), weights)
+        found.append(
+            row("octavo native dX", rule, m, n, k, took, base, sqnr_db(native.linear_dx(grad, weights[0]), exact), "")
+        )
+    return found
+
+
+def table(rows: list[dict[str, object]]) -> None:
+    """The fastest of each kind of plan, per shape and number of tokens."""
+    kinds: dict[tuple[object, ...], list[dict[str, object]]] = {}
+    for r in rows:
+        kind = str(r["note"]).split("(")[0]
+        kinds.setdefault((r["scales"], r["n"], r["k"], r["m"], r["what"], kind), []).append(r)
+    for group in kinds.values():
+        for r in sorted(group, key=lambda r: r["us"])[:BEST]:  # type: ignore[arg-type, return-value]
+            print(line(r))
 
 
 def row(
     name: str, rule: Rule, m: int, n: int, k: int, took: float, base: float, db: float, note: str
 ) -> dict[str, object]:
-    found = {
+    return {
         "what": name,
         "scales": str(rule.granularity),
         "m": m,
@@ -149,8 +227,12 @@ def row(
         "db": round(db, 1),
         "note": note,
     }
-    print("  ".join(f"{value!s:>14}" for value in found.values()), flush=True)
-    return found
+
+
+def line(r: dict[str, object]) -> str:
+    size = f"{r['n']}x{r['k']} M={r['m']}"
+    figures = f"{r['us']:>9} us {r['speedup']:>6} x {r['tb_s']:>6} TB/s {r['db']:>5} dB"
+    return f"{r['what']:<16} {r['scales']:<12} {size:<19} {figures}  {r['note']}"
 
 
 def main() -> int:
@@ -165,11 +247,15 @@ def main() -> int:
     rows = []
     for shape in args.shapes.split(","):
         n, k = map(int, shape.split("x"))
-        rows += run(n, k, tokens, args.sweep)
+        found = run(n, k, tokens, args.sweep)
+        table(found)
+        sys.stdout.flush()
+        rows += found
     report = {"torch": torch.__version__, "device": str(caps_of("cuda")), "rows": rows}
     if args.out:
         args.out.write_text(json.dumps(report) + "\n")
-    print(json.dumps(report))
+    else:
+        print(json.dumps(report))
     return 0
 
 

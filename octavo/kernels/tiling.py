@@ -20,6 +20,12 @@ class Tile:
     warps_k: int
     depth: int
 
+    source = "w8a16.cu"
+
+    @property
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        return _defines(self, "tiles_n", "tiles_m", "warps_n", "warps_k", "depth")
+
     @property
     def rows(self) -> int:
         return 16 * self.tiles_n * self.warps_n
@@ -37,8 +43,95 @@ class Tile:
         """Partial sums of one block, float32."""
         return self.warps_k * self.tokens * (self.rows + 4) * 4
 
+    def dynamic_bytes(self, m: int, k: int) -> int:
+        return 0
+
     def grid(self, m: int, n: int) -> tuple[int, int]:
         return -(-n // self.rows), -(-m // self.tokens)
+
+
+@dataclass(frozen=True)
+class Ring:
+    """A block of w8a16_ring.cu: like Tile, but its grid is the GPU's size and depth - 1 chunks are under way.
+
+    staged: x as FP16 in shared memory. blocks: of them on a multiprocessor at once. overlap: may start early.
+    """
+
+    tiles_n: int
+    tiles_m: int
+    warps_n: int
+    warps_k: int
+    depth: int
+    staged: int = 1
+    blocks: int = 1
+    overlap: int = 0
+
+    source = "w8a16_ring.cu"
+
+    @property
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        return _defines(self, "tiles_n", "tiles_m", "warps_n", "warps_k", "depth", "staged")
+
+    @property
+    def rows(self) -> int:
+        return 16 * self.tiles_n * self.warps_n
+
+    @property
+    def tokens(self) -> int:
+        return 8 * self.tiles_m
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps_n * self.warps_k
+
+    def dynamic_bytes(self, m: int, k: int) -> int:
+        """The rings, two sets of partial sums in float32, and x with its rows padded by 16 bytes."""
+        ring = self.warps_n * self.warps_k * self.depth * self.tiles_n * 2048
+        partial = 2 * self.warps_k * self.tokens * (self.rows + 4) * 4
+        return ring + partial + self.staged * m * (-(-k // 128) * 128 + 8) * 2
+
+    def grid(self, n: int, multiprocessors: int) -> tuple[int]:
+        return (min(-(-n // self.rows), self.blocks * multiprocessors),)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of w8a16_tile.cu: `warps` times 16 * tiles_n rows of W, 8 * tiles_m tokens, steps of 64 codes in a ring.
+
+    splits: parts of K that blocks of their own take.
+    """
+
+    tiles_n: int
+    tiles_m: int
+    warps: int
+    depth: int
+    splits: int = 1
+
+    source = "w8a16_tile.cu"
+
+    @property
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        return *_defines(self, "tiles_n", "tiles_m", "warps", "depth"), ("SPLIT", int(self.splits > 1))
+
+    @property
+    def rows(self) -> int:
+        return 16 * self.tiles_n * self.warps
+
+    @property
+    def tokens(self) -> int:
+        return 8 * self.tiles_m
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    def dynamic_bytes(self, m: int, k: int) -> int:
+        """The ring; at the end 32 tokens of sums in float32."""
+        ring = self.depth * (self.warps * self.tiles_n * 1024 + self.tokens * 144)
+        return max(ring, 32 * (self.rows + 4) * 4)
+
+    def grid(self, m: int, n: int) -> tuple[int, int, int]:
+        return -(-n // self.rows), -(-m // self.tokens), self.splits
 
 
 # Up to 8 tokens cost what one costs. Many rows fill the GPU with blocks, and then little in flight a warp is best
@@ -48,13 +141,38 @@ FEW, FEW_ROWS, MORE = Tile(1, 1, 1, 4, 1), Tile(1, 1, 1, 8, 2), Tile(2, 2, 1, 8,
 MANY_ROWS = 8192
 
 
-def w8a16_tile(m: int, n: int, k: int) -> Tile | None:
-    """The tile for m >= 1 tokens and a weight [n, k], None where w8a16.cu does not take them."""
+@dataclass(frozen=True)
+class Panels:
+    """The weight decoded to 16 bit, so many rows (for dX columns) at a time, and torch's product."""
+
+    size: int = 1 << 31
+
+
+@dataclass(frozen=True)
+class Terms:
+    """x as two E4M3 terms, one product of FP8 tensor cores over twice as many rows."""
+
+
+Plan = Tile | Ring | Block | Terms | Panels
+
+
+def w8a16_plan(m: int, n: int, k: int) -> Plan:
+    """For m >= 1 tokens and a weight [n, k]."""
     if m > MAX_TOKENS or k % 16:
-        return None
+        return Panels()
     if m > FEW.tokens:
         return MORE
     return FEW if n >= MANY_ROWS else FEW_ROWS
+
+
+def w8a16_dx_plan(m: int, n: int, k: int) -> Panels:
+    """For m gradients [m, n] and a weight [n, k]."""
+    return Panels()
+
+
+def _defines(tile: object, *names: str) -> tuple[tuple[str, int], ...]:
+    """A kernel's macros are its tile's fields."""
+    return tuple((name.upper(), getattr(tile, name)) for name in names)
 
 
 MAX_TOKEN_WIDTH = 512 * 8 * 8  # values of a row: threads, rounds of registers, values a load

@@ -61,8 +61,11 @@ def product_with_codes(a: ScaledTensor, b: torch.Tensor, dtype: torch.dtype) -> 
     return scaled_mm(a, ScaledTensor(b, torch.ones((b.shape[0], 1), device=b.device), E4M3, PerRow()), dtype)
 
 
-def scaled_mm(a: ScaledTensor, b: ScaledTensor, dtype: torch.dtype) -> torch.Tensor:
-    """a [M, K] @ b [N, K]^T -> [M, N] of `dtype`. ShapeError where the scales of a do not go with those of b."""
+def scaled_mm(a: ScaledTensor, b: ScaledTensor, dtype: torch.dtype, short_sums: bool = True) -> torch.Tensor:
+    """a [M, K] @ b [N, K]^T -> [M, N] of `dtype`. ShapeError where the scales of a do not go with those of b.
+
+    short_sums: where they are good enough for operands in E4M3, let the tensor cores keep them (docs/numerics.md).
+    """
     if isinstance(b.granularity, PerBlock):
         if a.granularity != PerGroup(128):
             raise ShapeError("scaled_mm with block128x128 weights", got=f"inputs per {a.granularity}", need="group128")
@@ -74,7 +77,7 @@ def scaled_mm(a: ScaledTensor, b: ScaledTensor, dtype: torch.dtype) -> torch.Ten
     else:
         recipes = F.ScalingType.RowWise, F.ScalingType.RowWise
         scales = a.per_row().scale, b.per_row().scale.mT
-    fast = recipes[0] == F.ScalingType.RowWise and sums_may_be_fast(a.shape[1])
+    fast = short_sums and recipes[0] == F.ScalingType.RowWise and sums_may_be_fast(a.shape[1])
     return F.scaled_mm(
         a.as_float8(),
         b.as_float8().mT,

@@ -9,51 +9,78 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from octavo.formats.granularity import PerRow, PerTensor
+from octavo.formats.granularity import PerBlock, PerGroup, PerRow, PerTensor
 from octavo.formats.scaled import ScaledTensor
+from octavo.formats.spec import E4M3
 from octavo.kernels.cuda import loader
-from octavo.kernels.tiling import Tile, w8a16_tile
-from octavo.ops import dequant
+from octavo.kernels.tiling import Block, Panels, Plan, Ring, Terms, Tile, row_block, w8a16_dx_plan, w8a16_plan
+from octavo.ops import dequant, native
 
 
 def linear(
     x: torch.Tensor, w: ScaledTensor, bias: torch.Tensor | None, activation: str, input_scale: torch.Tensor | None
 ) -> torch.Tensor:
     """x [M, K] @ w [N, K]^T + bias -> [M, N], float32 sums; few tokens: exact weights and one rounding."""
-    m, (n, k) = x.shape[0], w.shape
+    return product(x, w, bias, w8a16_plan(x.shape[0], *w.shape))
+
+
+def product(x: torch.Tensor, w: ScaledTensor, bias: torch.Tensor | None, plan: Plan) -> torch.Tensor:
+    """`linear` by the kernel and tile of `plan`."""
     bias = bias.to(x.dtype).contiguous() if bias is not None else None
-    tile = w8a16_tile(m, n, k)
-    if tile is None:
-        wide = dequantize(w, x.dtype)
-        return torch.addmm(bias, x, wide.mT) if bias is not None else x @ wide.mT
+    if isinstance(plan, Panels):
+        return _in_panels(x, w, bias, plan)
+    if isinstance(plan, Terms):
+        return _in_two_terms(x, w, bias)
+    m, (n, k) = x.shape[0], w.shape
     if x.stride(1) != 1 or x.stride(0) % 8:
         x = x.contiguous()
-    x, codes = _on_16_bytes(x), _on_16_bytes(w.codes.contiguous())
+    x, codes, scale = _on_16_bytes(x), _on_16_bytes(w.codes.contiguous()), w.scale.contiguous()
     y = x.new_empty(m, n)
     sizes = np.int32(m), np.int32(n), np.int32(k), np.int64(x.stride(0))
-    variant = few_tokens(tile, x.dtype, w)
-    loader.launch(variant, tile.grid(m, n), tile.threads, (codes, w.scale.contiguous(), x, bias, y, *sizes), x)
+    kernel = variant(plan, x.dtype, w, m)
+    if isinstance(plan, Tile):
+        loader.launch(kernel, plan.grid(m, n), plan.threads, (codes, scale, x, bias, y, *sizes), x)
+    elif isinstance(plan, Ring):
+        grid, few = plan.grid(n, loader.limits(x.device)[0]), (codes, scale, x, bias, y, *sizes)
+        loader.launch(kernel, grid, plan.threads, few, x, bool(plan.overlap))
+    else:
+        split = plan.splits > 1
+        parts = torch.empty((plan.splits, m, n), device=x.device) if split else None
+        arguments = codes, scale, x, None if split else bias, y, parts, *sizes
+        loader.launch(kernel, plan.grid(m, n), plan.threads, arguments, x)
+        if parts is not None:
+            _sum(parts, bias, y)
     return y
 
 
-def few_tokens(tile: Tile, dtype: torch.dtype, w: ScaledTensor) -> loader.Variant:
-    """w8a16.cu for inputs of this dtype and weights like w."""
+def variant(plan: Tile | Ring | Block, dtype: torch.dtype, w: ScaledTensor, m: int) -> loader.Variant:
+    """The kernel of `plan` for m inputs of this dtype and weights like w."""
     defines = {
         "X_BF16": int(dtype == torch.bfloat16),
         "E5M2": int(w.spec.name == "e5m2"),
         "SCALES": _scales(w),
-        "TILES_N": tile.tiles_n,
-        "TILES_M": tile.tiles_m,
-        "WARPS_N": tile.warps_n,
-        "WARPS_K": tile.warps_k,
-        "DEPTH": tile.depth,
     }
-    return loader.Variant("w8a16.cu", tuple(defines.items()))
+    return loader.Variant(plan.source, (*defines.items(), *plan.defines), plan.dynamic_bytes(m, w.shape[1]))
 
 
 def linear_dx(grad: torch.Tensor, w: ScaledTensor) -> torch.Tensor:
     """grad [M, N] @ w [N, K] -> [M, K], from the same codes."""
-    return grad @ dequantize(w, grad.dtype)
+    return product_dx(grad, w, w8a16_dx_plan(grad.shape[0], *w.shape))
+
+
+def product_dx(grad: torch.Tensor, w: ScaledTensor, plan: Panels) -> torch.Tensor:
+    """`linear_dx` in panels of columns of w, so that every result is written once."""
+    n, k = w.shape
+    if plan.size >= k:
+        return grad @ dequantize(w, grad.dtype)
+    y = grad.new_empty(grad.shape[0], k)
+    wide = torch.empty(n * plan.size, dtype=grad.dtype, device=grad.device)
+    for begin in range(0, k, plan.size):
+        end = min(k, begin + plan.size)
+        panel = wide[: n * (end - begin)].view(n, end - begin)
+        _decode(w, panel, slice(0, n), slice(begin, end))
+        torch.mm(grad, panel, out=y[:, begin:end])
+    return y
 
 
 def dequantize(q: ScaledTensor, dtype: torch.dtype) -> torch.Tensor:
@@ -62,19 +89,76 @@ def dequantize(q: ScaledTensor, dtype: torch.dtype) -> torch.Tensor:
         return dequant.dequantize(q, dtype)
     n, k = q.shape
     out = torch.empty((n, k), dtype=dtype, device=q.codes.device)
-    defines = {"OUT_BF16": int(dtype == torch.bfloat16), "SCALES": _scales(q), "ALIGNED": int(k % 16 == 0)}
-    segments = -(-k // 16)
-    arguments = (
-        _on_16_bytes(q.codes.contiguous()),
-        q.scale.contiguous(),
-        out,
-        np.int64(n),
-        np.int32(k),
-        np.int32(segments),
-    )
-    variant = loader.Variant("dequantize.cu", tuple(defines.items()))
-    loader.launch(variant, (-(-n * segments // 256),), 256, arguments, out)
+    _decode(q, out, slice(0, n), slice(0, k))
     return out
+
+
+def _in_panels(x: torch.Tensor, w: ScaledTensor, bias: torch.Tensor | None, plan: Panels) -> torch.Tensor:
+    """The weight decoded `plan.size` rows at a time into one buffer, which so stays in the L2 cache."""
+    n, k = w.shape
+    if plan.size >= n:
+        wide = dequantize(w, x.dtype)
+        return torch.addmm(bias, x, wide.mT) if bias is not None else x @ wide.mT
+    y = x.new_empty(x.shape[0], n)
+    wide = torch.empty(plan.size, k, dtype=x.dtype, device=x.device)
+    for begin in range(0, n, plan.size):
+        end = min(n, begin + plan.size)
+        panel, out = wide[: end - begin], y[:, begin:end]
+        _decode(w, panel, slice(begin, end), slice(0, k))
+        if bias is None:
+            torch.mm(x, panel.mT, out=out)
+        else:
+            torch.addmm(bias[begin:end], x, panel.mT, out=out)
+    return y
+
+
+def _in_two_terms(x: torch.Tensor, w: ScaledTensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x = high + low, both E4M3, through the FP8 tensor cores as 2M rows, and the halves of the result added."""
+    m, k = x.shape
+    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
+        x = x.clone(memory_format=torch.contiguous_format)
+    codes, scale = x.new_empty((2 * m, k), dtype=torch.uint8), torch.empty((2 * m, 1), device=x.device)
+    block = row_block(k)
+    defines = ("X_BF16", 1), ("THREADS", block.threads), ("ROUNDS", block.rounds)
+    sizes = np.int32(m), np.int32(k), np.int64(x.stride(0))
+    loader.launch(loader.Variant("split.cu", defines), (m,), block.threads, (x, codes, scale, *sizes), x)
+    terms = ScaledTensor(codes, scale, E4M3, PerRow())
+    if isinstance(w.granularity, PerBlock):
+        terms = ScaledTensor(codes, scale.expand(-1, k // 128), E4M3, PerGroup(128))
+    y = x.new_empty(m, w.shape[0])
+    _sum(native.scaled_mm(terms, w, x.dtype, short_sums=False).view(2, m, -1), bias, y)
+    return y
+
+
+def _sum(parts: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor) -> None:
+    """y [M, N] = the sum of parts [count, M, N] in order, + bias."""
+    count, m, n = parts.shape
+    width = 1 if n % 4 else 4
+    defines = {
+        "X_BF16": int(y.dtype == torch.bfloat16),
+        "PARTS_FLOAT": int(parts.dtype == torch.float32),
+        "WIDTH": width,
+    }
+    kernel = loader.Variant("w8a16_sum.cu", tuple(defines.items()))
+    sizes = np.int32(count), np.int32(m), np.int32(n)
+    loader.launch(kernel, (-(-m * n // (256 * width)),), 256, (parts, bias, y, *sizes), y)
+
+
+def _decode(q: ScaledTensor, out: torch.Tensor, rows: slice, columns: slice) -> None:
+    """Rows and columns of q, which begin on a multiple of 128, into `out`."""
+    n, k = out.shape
+    codes = q.codes.contiguous()[rows, columns]
+    blocks = q.scale.reshape(-1) if _scales(q) < 2 else q.scale.contiguous()
+    if _scales(q) == 1:
+        blocks = blocks[rows]
+    elif _scales(q) == 2:
+        blocks = blocks[rows.start // 128 :, columns.start // 128 :]
+    aligned = k % 16 == 0 and codes.stride(0) % 16 == 0 and codes.data_ptr() % 16 == 0
+    defines = {"OUT_BF16": int(out.dtype == torch.bfloat16), "SCALES": _scales(q), "ALIGNED": int(aligned)}
+    segments = -(-k // 16)
+    sizes = np.int32(n), np.int32(k), np.int32(segments), np.int64(codes.stride(0)), np.int32(blocks.stride(0))
+    kernel = loader.Variant("dequantize.cu", tuple(defines.items()))
+    loader.launch(kernel, (-(-n * segments // 256),), 256, (codes, blocks, out, *sizes), out)
 
 
 def _scales(q: ScaledTensor) -> int:

@@ -18,5 +18,7 @@ def on_host(host_folder, monkeypatch):
     monkeypatch.setattr(
         loader,
         "launch",
-        lambda variant, grid, threads, arguments, x: host.launch(host_folder, variant, grid, threads, arguments),
+        lambda variant, grid, threads, arguments, x, overlap=False: host.launch(
+            host_folder, variant, grid, threads, arguments
+        ),
     )

@@ -12,7 +12,7 @@ typedef long long i64;
 struct uint4 { uint32_t x, y, z, w; };
 struct uint2 { uint32_t x, y; };
 struct float4 { float x, y, z, w; };
-struct dim3 { int x = 1, y = 1; };
+struct dim3 { int x = 1, y = 1, z = 1; };
 static dim3 blockIdx, threadIdx, gridDim;
 
 namespace emulator {
@@ -74,11 +74,12 @@ static int launch(dim3 grid, int threads, Kernel body) {
     kernel = &body;
     call = [](void* self) { (*static_cast<Kernel*>(self))(); };
     gridDim = grid;
-    for (int y = 0; y < grid.y; ++y)
-        for (int x = 0; x < grid.x; ++x) {
-            blockIdx.x = x; blockIdx.y = y;
-            if (run_block(threads)) return 1;
-        }
+    for (int z = 0; z < grid.z; ++z)
+        for (int y = 0; y < grid.y; ++y)
+            for (int x = 0; x < grid.x; ++x) {
+                blockIdx.x = x; blockIdx.y = y; blockIdx.z = z;
+                if (run_block(threads)) return 1;
+            }
     return 0;
 }
 
@@ -92,6 +93,7 @@ static Exchange exchanges[MAX_THREADS / 32];
 #define DYNAMIC_SHARED(name) static uint4 name[(227 << 10) / 16]
 
 static void __syncthreads() { emulator::wait(emulator::block_barrier); }
+static void wait_for_previous_kernel() {}
 static void sync_warp() { emulator::wait(emulator::warp_barriers[threadIdx.x / 32]); }
 
 static float broadcast(float value, int lane) {
@@ -119,11 +121,12 @@ static uint32_t largest_of_warp(uint32_t value) {
 static void copy_later(void* to, const void* from, size_t bytes) {
     emulator::Copies& mine = emulator::copies[threadIdx.x];
     if (mine.size == 64) abort();
-    memset(to, 0xA5, bytes);
+    memset(to, 0xFF, bytes);  // NaN
     mine.waiting[mine.size++] = {to, from, bytes};
 }
 static inline void copy_later(uint4* to, const void* from) { copy_later(to, from, 16); }
 static inline void copy_later(uint2* to, const void* from) { copy_later(to, from, 8); }
+static inline void copy_later(void* to, const void* from, bool inside) { copy_later(to, inside ? from : nullptr, size_t(16)); }
 static void end_of_copies() {
     emulator::Copies& mine = emulator::copies[threadIdx.x];
     if (mine.groups == 16) abort();
@@ -135,7 +138,11 @@ static void wait_for_copies() {
     const int done = mine.groups - later;
     if (done <= 0) return;
     const int end = mine.ends[done - 1];
-    for (int i = 0; i < end; ++i) memcpy(mine.waiting[i].to, mine.waiting[i].from, mine.waiting[i].bytes);
+    for (int i = 0; i < end; ++i) {
+        const emulator::Copy& copy = mine.waiting[i];
+        if (copy.from) memcpy(copy.to, copy.from, copy.bytes);
+        else memset(copy.to, 0, copy.bytes);
+    }
     memmove(mine.waiting, mine.waiting + end, (mine.size - end) * sizeof(emulator::Copy));
     for (int i = 0; i < later; ++i) mine.ends[i] = mine.ends[done + i] - end;
     mine.size -= end, mine.groups = later;

@@ -23,9 +23,9 @@ struct Address {{  // becomes whatever pointer the kernel declares
     void* at;
     template <class T> operator T*() const {{ return static_cast<T*>(at); }}
 }};
-extern "C" int launch(int blocks_x, int blocks_y, int threads, {parameters}) {{
+extern "C" int launch(int blocks_x, int blocks_y, int blocks_z, int threads, {parameters}) {{
     dim3 grid;
-    grid.x = blocks_x, grid.y = blocks_y;
+    grid.x = blocks_x, grid.y = blocks_y, grid.z = blocks_z;
     return emulator::launch(grid, threads, [&] {{ {entry}({arguments}); }});
 }}
 """
@@ -65,4 +65,5 @@ def launch(folder: Path, variant: loader.Variant, grid: tuple[int, ...], threads
         else ctypes.c_void_p(None if a is None else a.data_ptr())
         for a in arguments
     ]
-    assert library.launch(*(*grid, 1)[:2], threads, *values) == 0, f"deadlock in {variant}"
+    assert variant.shared <= 227 << 10, f"no GPU has so much shared memory: {variant}"
+    assert library.launch(*(*grid, 1, 1)[:3], threads, *values) == 0, f"deadlock in {variant}"

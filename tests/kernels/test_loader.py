@@ -6,23 +6,25 @@ import pytest
 
 from octavo.base.errors import UnsupportedError
 from octavo.kernels.cuda import loader
-from octavo.kernels.tiling import FEW, FEW_ROWS, MORE, gated_block, group_block, row_block
+from octavo.kernels.tiling import FEW, FEW_ROWS, MORE, Block, Ring, gated_block, group_block, row_block
 
 pytest.importorskip("cuda.core")
 ARCHITECTURES = ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"]
 
 
-def w8a16(tile, x_bf16, e5m2, scales):
-    names = ("X_BF16", "E5M2", "SCALES", "TILES_N", "TILES_M", "WARPS_N", "WARPS_K", "DEPTH")
-    return loader.Variant(
-        "w8a16.cu", tuple(zip(names, (x_bf16, e5m2, scales, *dataclasses.astuple(tile)), strict=True))
-    )
+def w8a16(plan, x_bf16, e5m2, scales):
+    return loader.Variant(plan.source, (("X_BF16", x_bf16), ("E5M2", e5m2), ("SCALES", scales), *plan.defines))
 
 
-VARIANTS = [
-    w8a16(tile, x_bf16, 0, scales) for tile in (FEW, FEW_ROWS, MORE) for x_bf16 in (0, 1) for scales in (0, 1, 2)
+PLANS = [FEW, FEW_ROWS, MORE, Ring(1, 1, 1, 16, 4), Ring(2, 2, 1, 16, 3), Ring(2, 2, 2, 8, 3, staged=0)]
+PLANS += [Block(2, 4, 8, 3), Block(2, 8, 7, 3, splits=2)]
+VARIANTS = [w8a16(plan, 1, 0, 2) for plan in PLANS] + [w8a16(Block(2, 16, 8, 3), 1, 0, 1)]
+VARIANTS += [w8a16(plan, 0, 1, 0) for plan in (FEW, PLANS[3], PLANS[6])]
+VARIANTS += [
+    loader.Variant("w8a16_sum.cu", (("X_BF16", 1), ("PARTS_FLOAT", floats), ("WIDTH", width)))
+    for floats, width in ((1, 4), (0, 4), (1, 1))
 ]
-VARIANTS += [w8a16(FEW, x_bf16, 1, 1) for x_bf16 in (0, 1)]
+VARIANTS += [loader.Variant("split.cu", (("X_BF16", 1), ("THREADS", 512), ("ROUNDS", rounds))) for rounds in (4, 8)]
 
 
 def tokens(k, parts=1, fold=1, norm=0):

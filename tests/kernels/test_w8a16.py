@@ -7,7 +7,7 @@ from octavo.formats.granularity import PerBlock, PerRow, PerTensor
 from octavo.formats.reference import dequantize_ref, quantize_ref
 from octavo.formats.scaled import ScaledTensor
 from octavo.formats.spec import E4M3, E5M2
-from octavo.kernels.tiling import FEW, FEW_ROWS, MANY_ROWS, MORE, Tile, w8a16_tile
+from octavo.kernels.tiling import FEW, FEW_ROWS, MANY_ROWS, MORE, Block, Panels, Ring, Terms, Tile, w8a16_plan
 from octavo.ops import w8a16
 from octavo.testing import assert_sqnr
 
@@ -43,11 +43,27 @@ def test_product(granularity, dtype, m, n, k):
     assert_sqnr(run(x, q, bias), product(x, q, bias), FLOOR_DB[dtype])
 
 
-@pytest.mark.parametrize("tile", [Tile(1, 1, 2, 2, 1), Tile(2, 1, 1, 4, 3), Tile(4, 2, 2, 1, 1)], ids=str)
-def test_other_tiles(tile, monkeypatch):
-    monkeypatch.setattr(w8a16, "w8a16_tile", lambda m, n, k: tile)
-    x, q = problem(11, 150, 528, PerBlock(128, 128), torch.bfloat16)
-    assert_sqnr(run(x, q), product(x, q), FLOOR_DB[torch.bfloat16])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Tile(1, 1, 2, 2, 1),
+        Tile(2, 1, 1, 4, 3),
+        Tile(4, 2, 2, 1, 1),
+        Ring(1, 2, 1, 4, 2),
+        Ring(2, 2, 2, 3, 4),
+        Ring(1, 2, 2, 8, 3, staged=0, overlap=1),
+        Block(1, 4, 2, 2),
+        Block(2, 8, 4, 3, splits=3),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "granularity, dtype", [(PerRow(), torch.bfloat16), (PerBlock(128, 128), torch.float16)], ids=["row", "block"]
+)
+def test_other_plans(plan, granularity, dtype):
+    x, q = problem(11, 150, 528, granularity, dtype)
+    bias = torch.randn(150, generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert_sqnr(w8a16.product(x, q, bias, plan), product(x, q, bias), FLOOR_DB[dtype])
 
 
 @DTYPES
@@ -121,6 +137,30 @@ def test_decoded_for_one_product(granularity, m, n, k):
     assert_sqnr(w8a16.linear_dx(grad, q), want, FLOOR_DB[torch.bfloat16] - 5)
 
 
+@pytest.mark.parametrize("granularity", [PerTensor(), PerRow()], ids=str)
+def test_two_terms(granularity):
+    """x = high + low is exact, so what is lost is the rounding of the halves and of their sum."""
+    x, q = problem(6, 48, 144, granularity, torch.bfloat16)
+    x *= torch.exp2(torch.arange(6.0))[:, None].bfloat16() * 2.0**-100
+    bias = torch.randn(48, generator=torch.Generator().manual_seed(0)).bfloat16() * 2.0**-98
+    assert_sqnr(w8a16.product(x, q, bias, Terms()).double() * 2.0**100, product(x, q, bias) * 2.0**100, 49.6)
+    x[2, 5] = torch.inf
+    y = w8a16.product(x, q, bias, Terms())
+    assert not torch.isfinite(y[2]).any() and torch.isfinite(y[[0, 1, 3, 4, 5]]).all()
+
+
+@pytest.mark.parametrize("size", [256, 128])
+@GRANULARITIES
+def test_panels(granularity, size):
+    """The bits of one decoded weight; the last panel is a rest."""
+    x, q = problem(5, 400, 400, granularity, torch.bfloat16)
+    bias = torch.randn(400, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for given in (bias, None):
+        whole = w8a16.product(x, q, given, Panels())
+        assert_sqnr(w8a16.product(x, q, given, Panels(size)), whole.double(), 60)
+    assert_sqnr(w8a16.product_dx(x, q, Panels(size)), w8a16.product_dx(x, q, Panels()).double(), 60)
+
+
 @pytest.mark.parametrize("tile", [FEW, FEW_ROWS, MORE], ids=str)
 def test_tiles_fit_every_gpu(tile):
     """99 KB of shared memory on sm86, 1024 threads."""
@@ -129,5 +169,5 @@ def test_tiles_fit_every_gpu(tile):
 
 @pytest.mark.parametrize("m, n, k, tile", [(1, 28672, 4096, FEW), (8, 4096, 14336, FEW_ROWS), (9, MANY_ROWS, 16, MORE)])
 def test_which_tile(m, n, k, tile):
-    assert w8a16_tile(m, n, k) == tile and tile.tokens >= min(m, 16)
-    assert w8a16_tile(17, n, k) is None and w8a16_tile(m, n, k + 8) is None
+    assert w8a16_plan(m, n, k) == tile and tile.tokens >= min(m, 16)
+    assert w8a16_plan(17, n, k) == Panels() == w8a16_plan(m, n, k + 8)

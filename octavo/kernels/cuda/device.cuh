@@ -38,12 +38,27 @@ DEVICE void copy_later(uint2* to, const void* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(u32(__cvta_generic_to_shared(to))), "l"(from));
 }
 
+// 16 bytes, or zeros unless `inside`; then nothing is read.
+DEVICE void copy_later(void* to, const void* from, bool inside) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(u32(__cvta_generic_to_shared(to))),
+                 "l"(from), "r"(inside ? 16 : 0));
+}
+
 DEVICE void end_of_copies() { asm volatile("cp.async.commit_group;"); }
 
 // Until all but the last `later` groups of copies are there.
 template <int later>
 DEVICE void wait_for_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(later) : "memory");
+}
+
+// A kernel launched to overlap with the one before may run before it ended: until here it reads only what is constant
+// and writes nothing. From here on the next one may start.
+DEVICE void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
 }
 
 // The value of the lane whose number differs by the bits of `mask`.
@@ -143,6 +158,20 @@ DEVICE Pairs e4m3_to_fp16(u32 codes) {  // values times 2**-8
     return {shifted_pair(permute(codes, 0, 0x1404), 1, 0x3F803F80u),
             shifted_pair(permute(codes, 0, 0x3424), 1, 0x3F803F80u)};
 }
+
+// In units of E4M3_FP16_UNIT: SM89 and later convert two codes in one instruction, NaN codes to NaN.
+#if !defined(OCTAVO_HOST) && __CUDA_ARCH__ >= 890
+#define E4M3_FP16_UNIT 1.0f
+DEVICE Pairs e4m3_to_fp16_units(u32 codes) {
+    Pairs pairs;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pairs.low) : "h"(u16(codes)));
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pairs.high) : "h"(u16(codes >> 16)));
+    return pairs;
+}
+#else
+#define E4M3_FP16_UNIT 256.0f
+DEVICE Pairs e4m3_to_fp16_units(u32 codes) { return e4m3_to_fp16(codes); }
+#endif
 
 DEVICE Pairs e4m3_to_bf16(u32 codes) {
     // Times 2**120 here, not in the sum: products near 2**-120 would reach FP32's subnormals.

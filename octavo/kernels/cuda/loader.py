@@ -112,10 +112,18 @@ def warm_up(variants: Iterable[Variant], device: torch.device) -> None:
         list(pool.map(lambda variant: load(variant, sm), variants))
 
 
-def launch(variant: Variant, grid: tuple[int, ...], threads: int, arguments: tuple[Any, ...], x: torch.Tensor) -> None:
+def launch(
+    variant: Variant,
+    grid: tuple[int, ...],
+    threads: int,
+    arguments: tuple[Any, ...],
+    x: torch.Tensor,
+    overlap: bool = False,
+) -> None:
     """Launch on the device of `x` and torch's current stream there.
 
-    arguments: tensors and None are passed as addresses, numpy scalars as they are.
+    arguments: tensors and None are passed as addresses, numpy scalars as they are. overlap: may start before the kernel
+    before has ended (device.cuh, wait_for_previous_kernel).
     """
     from cuda.core import LaunchConfig, launch
 
@@ -126,7 +134,9 @@ def launch(variant: Variant, grid: tuple[int, ...], threads: int, arguments: tup
             _allow_shared(variant, torch.cuda.current_device())
         stream = _stream(torch.cuda.current_stream(device).cuda_stream)
         addresses = [_address(argument) for argument in arguments]
-        launch(stream, LaunchConfig(grid=grid, block=threads, shmem_size=variant.shared), kernel, *addresses)
+        early: dict[str, Any] = {"programmatic_stream_serialization": True} if overlap else {}
+        config = LaunchConfig(grid=grid, block=threads, shmem_size=variant.shared, **early)
+        launch(stream, config, kernel, *addresses)
         if env().debug_sync:
             _check(variant, grid, arguments, device)
 

@@ -12,44 +12,13 @@
 //
 // Compiled per variant with: NAME, X_BF16, E5M2, SCALES (0 tensor, 1 row, 2 block 128 x 128), TILES_N, TILES_M,
 // WARPS_N, WARPS_K, DEPTH. Needs K % 16 == 0 and rows of x on 16-byte boundaries.
-#include "device.cuh"
+#define MMA_BF16 X_BF16
+#include "w8a16.cuh"
 
-#define CHUNK 128
 #define ROWS (16 * TILES_N * WARPS_N)
 #define TOKENS (8 * TILES_M)
 // Lanes of a warp write rows g and tokens 2t: a stride of 4 past a multiple of 16 keeps them in different banks.
 #define PITCH (ROWS + 4)
-
-#if E5M2
-#define DECODE_UNIT 1.0f
-#else
-#define DECODE_UNIT (X_BF16 ? 1.0f : 256.0f)
-#endif
-
-DEVICE Pairs decode(u32 codes) {
-#if X_BF16
-    return E5M2 ? e5m2_to_bf16(codes) : e4m3_to_bf16(codes);
-#else
-    return E5M2 ? e5m2_to_fp16(codes) : e4m3_to_fp16(codes);
-#endif
-}
-
-DEVICE void mma(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
-#if X_BF16
-    mma_bf16(c, a, b);
-#else
-    mma_fp16(c, a, b);
-#endif
-}
-
-DEVICE float float_of(u16 bits) { return X_BF16 ? float_of_bits(u32(bits) << 16) : float_of_fp16(bits); }
-DEVICE u16 rounded(float value) { return X_BF16 ? bf16_of_float(value) : fp16_of_float(value); }
-
-struct Words {
-    u32 at[4];
-};
-
-DEVICE Words words(const uint4& v) { return {{v.x, v.y, v.z, v.w}}; }
 
 // A lane's part of one chunk of W: two rows (g and g + 8) of each tile, 16 codes from each half of the chunk.
 struct Chunk {
