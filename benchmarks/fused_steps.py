@@ -121,6 +121,13 @@ def adapters(show: Callable[..., None], m: int, n: int, k: int, ranks: tuple[int
         lambda: native.scaled_mm(plain, w, torch.bfloat16).addmm_(narrow, ups),
         flops=2 * m * n * k,
     )
+    dense = lambda: low.mT @ fused.dequantize(plain, torch.bfloat16)  # noqa: E731
+    show(f"dA, codes to bfloat16 first {name}", dense, nbytes=m * k)
+    chunk = extension.CHUNK
+    for extension.CHUNK in (512, 1024, 2048):
+        label = f"dA from the codes, {extension.CHUNK} tokens a block {name}"
+        show(label, lambda: extension.sums_over_tokens(low, q), nbytes=m * k)
+    extension.CHUNK = chunk
     show(f"A from the codes, one by one {name}", lambda: fused.low_rank(plain, downs, torch.bfloat16), nbytes=m * k)
 
 

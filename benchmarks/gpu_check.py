@@ -320,6 +320,8 @@ def adapters_in_columns(device: str) -> str:
             )
         fused.on_kernels = kernels
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True)), (m, n, k)
+        sums = extension.sums_over_tokens(low.bfloat16(), forward)[:, :k]
+        assert_sqnr(sums, low.bfloat16().double().mT @ dequantize_ref(forward).double()[:, :k], 55.0, "dA")
         y = native.scaled_mm(forward, wide, torch.bfloat16)
         seen = dequantize_ref(forward).double()[:, :k]
         a = torch.cat(downs)[-ranks[-1] :].double()

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 
 from octavo.formats.codec import decode, encode
 from octavo.formats.granularity import PerRow
-from octavo.formats.reference import quantize_ref
+from octavo.formats.reference import dequantize_ref, quantize_ref
 from octavo.formats.scale import power_of_two_above
 from octavo.formats.scaled import ScaledTensor
 from octavo.formats.spec import E4M3
@@ -35,6 +35,8 @@ TERMS = 3
 STEP = 16  # of the sizes that FP8 products take
 COLUMNS = 128  # what they go through at once: fewer are no faster, and rows stay on lines of the cache
 LEAST = 2.0**-100  # of scales: their inverse is finite, and so is what it multiplies
+CHUNK = 1024  # tokens that one block of over_tokens.cu adds up
+MOST_RANKS = 48  # whose sums it holds in registers
 WARPS = 8  # of a block of threads, a row each
 
 
@@ -132,16 +134,32 @@ def extended(w: ScaledTensor, b: torch.Tensor, begin: int, downs: Downs) -> Scal
     return ScaledTensor(codes, scale, E4M3, PerRow())
 
 
-def whole_rows(q: ScaledTensor) -> ScaledTensor:
-    """q with the room behind its rows."""
-    m, pitch = q.shape[0], q.codes.stride(0)
-    return ScaledTensor(q.codes.as_strided((m, pitch), (pitch, 1)), q.scale, q.spec, q.granularity)
+def sums_over_tokens(low: torch.Tensor, q: ScaledTensor) -> torch.Tensor:
+    """low [M, R]^T @ dequantize(q) [M, K] -> [R, K] float32, from the codes; operands as exact as bfloat16."""
+    (m, k), rank = q.shape, low.shape[1]
+    if not fused.on_kernels(low) or not m:
+        return low.float().mT @ dequantize_ref(q)
+    chunks, low = -(-m // CHUNK), low.contiguous()
+    sums = torch.empty((chunks, rank, k), device=low.device)
+    for begin in range(0, rank, MOST_RANKS):
+        part = (
+            sums if rank <= MOST_RANKS else torch.empty((chunks, min(MOST_RANKS, rank - begin), k), device=low.device)
+        )
+        ranks = -(-part.shape[1] // 16)
+        defines = {"X_BF16": int(low.dtype == torch.bfloat16), "RANKS": ranks, "CHUNK": CHUNK}
+        sizes = np.int64(m), np.int32(k), np.int32(part.shape[1]), np.int64(q.codes.stride(0)), np.int64(rank)
+        arguments = q.codes, q.scale, low[:, begin:], part, *sizes
+        variant = loader.Variant("over_tokens.cu", tuple(defines.items()))
+        loader.launch(variant, (-(-k // 256), chunks), 128, arguments, low)
+        if part is not sums:
+            sums[:, begin : begin + MOST_RANKS] = part
+    return sums.sum(0)
 
 
 def _append(q: ScaledTensor, low: torch.Tensor, downs: Downs, kept: torch.Tensor | None) -> ScaledTensor:
     """kept: what `append_products` returns beside its codes, to fill; low are sums of codes then."""
     (m, k), rank, room, columns = q.shape, downs.rank, downs.room, _range(q.shape[1])
-    codes = whole_rows(q).codes
+    codes = q.codes.as_strided((m, k + room), (q.codes.stride(0), 1))
     if not fused.on_kernels(q.codes):
         if kept is None:
             u = low.float() * downs.unit / q.scale

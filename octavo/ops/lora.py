@@ -180,11 +180,10 @@ class _Backward:
         found: list[torch.Tensor | None] = [None] * len(needed)
         if self.low is None or not any(needed):
             return found
-        x = fused.dequantize(extension.whole_rows(self.q), self.dtype)[:, : self.q.shape[1]]
-        together = self.low_gradient.mT @ x  # one pass over x for all of them
+        together = extension.sums_over_tokens(self.low_gradient, self.q)  # one pass over x for all of them
         for adapter in self.adapters:
             db = self.grads[adapter.index].mT @ self.low[:, adapter.columns]
-            found[2 * adapter.index] = together[adapter.columns].to(adapter.a.dtype).mul_(adapter.scaling)
+            found[2 * adapter.index] = (together[adapter.columns] * adapter.scaling).to(adapter.a.dtype)
             found[2 * adapter.index + 1] = db.to(adapter.b.dtype)
         return found
 

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from octavo.formats.granularity import PerRow
-from octavo.formats.reference import quantize_ref
+from octavo.formats.reference import dequantize_ref, quantize_ref
 from octavo.formats.scaled import ScaledTensor
 from octavo.formats.spec import E4M3
 from octavo.ops import extension, fused
+from octavo.testing import FLOOR_DB, assert_sqnr
 
 pytestmark = pytest.mark.usefixtures("on_host")
 NAN, INF = float("nan"), float("inf")
@@ -57,6 +58,20 @@ def test_more_columns_of_w(both, ranks, power):
     assert torch.equal(found.codes, want.codes) and torch.equal(found.scale, want.scale)
     assert found.codes[5, 7] == 0x7F
     assert bool((found.scale[0] > w.scale[0]).all()) is (power >= 0)
+
+
+@pytest.mark.parametrize("m, k, rank", [(5, 16, 4), (1100, 72, 16), (300, 336, 60)])
+def test_sums_over_tokens(both, m, k, rank):
+    """Ends within a chunk of tokens, a block of columns and the ranks of a block; against float64."""
+    low = normal(m, rank, seed=1).bfloat16()
+
+    def run():
+        q, _ = fused.quantize_tokens(normal(m, k).bfloat16(), spare=128)
+        return extension.sums_over_tokens(low, q), low.double().mT @ dequantize_ref(q).double()
+
+    for found, want in both(run):
+        assert found.shape == (rank, k) and found.dtype == torch.float32
+        assert_sqnr(found, want, FLOOR_DB["rounding", "bfloat16"])
 
 
 @pytest.mark.parametrize("power", [-20, 0, 20])

@@ -55,6 +55,9 @@ VARIANTS += [
 ]
 VARIANTS.append(loader.Variant("transpose.cu", ()))
 VARIANTS += [loader.Variant("downs.cu", ()), loader.Variant("ups.cu", ())]
+VARIANTS += [
+    loader.Variant("over_tokens.cu", (("X_BF16", 1), ("RANKS", ranks), ("CHUNK", 1024))) for ranks in (1, 2, 3)
+]
 VARIANTS += [loader.Variant("append.cu", (("X_BF16", 1), ("FORWARD", forward))) for forward in (0, 1)]
 VARIANTS += [
     loader.Variant("round_columns.cu", (("COMPENSATE", passed), ("MANTISSA", 3), ("MAX", 448), ("FINEST", 9)))
