@@ -38,6 +38,13 @@ def quantize_tokens(
     return ScaledTensor(q.codes, q.scale * rstd[:, None], E4M3, PerRow()), rstd
 
 
+def codes_suffice(weight: torch.Tensor) -> bool:
+    """Whether `norm_backward` may take the codes of the normalized x times this weight [K]: where no more than a
+    sixteenth of it is small beside its largest value (docs/numerics.md). Waits for the GPU."""
+    magnitude = weight.abs()
+    return bool((magnitude < magnitude.max() / 128).float().mean() <= 1 / 16)
+
+
 def norm_backward(
     dy: torch.Tensor,
     x: torch.Tensor | ScaledTensor,
@@ -96,9 +103,18 @@ def gated(
 
 
 def gated_backward(
-    dh: torch.Tensor, gate: ScaledTensor, up: ScaledTensor, columns: torch.Tensor, activation: str, spare: int = 0
+    dh: torch.Tensor,
+    gate: ScaledTensor,
+    up: ScaledTensor,
+    columns: torch.Tensor,
+    activation: str,
+    spare: int = 0,
+    reuse: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, ScaledTensor]:
-    """dGate, dUp [M, K], and (dGate | dUp) * columns [2 K] quantized per token, [M, 2 K], in rows with room."""
+    """dGate, dUp [M, K], and (dGate | dUp) * columns [2 K] quantized per token, [M, 2 K], in rows with room.
+
+    reuse: dh is not needed any more; dGate takes its place.
+    """
     m, k = dh.shape
     if not on_kernels(dh):
         g = dequantize_ref(gate).requires_grad_()
@@ -109,7 +125,7 @@ def gated_backward(
         dgate = (dh.float() * u * slope).to(dh.dtype)
         dup = (dh.float() * value.detach()).to(dh.dtype)
         return dgate, dup, quantize_tokens(dgate, dup, columns=columns, spare=spare)[0]
-    dgate, dup = torch.empty_like(dh), torch.empty_like(dh)
+    dgate, dup = dh if reuse else torch.empty_like(dh), torch.empty_like(dh)
     q = ScaledTensor(
         native.roomy_codes(m, 2 * k, spare, dh.device),
         torch.ones((m, 1), device=dh.device),

@@ -86,6 +86,15 @@ def test_norm_backward_from_the_codes(both, k):
     assert_sqnr(found[rows], wide.grad[rows], 25.0 if k == 64 else 40.0)
 
 
+def test_weights_whose_codes_suffice():
+    weight = torch.rand(1024, generator=torch.Generator().manual_seed(0)) + 0.1
+    assert fused.codes_suffice(weight) and fused.codes_suffice(-weight.bfloat16())
+    weight[:64] = 1e-4
+    assert fused.codes_suffice(weight)
+    weight[64] = 0
+    assert not fused.codes_suffice(weight)
+
+
 @ACTIVATIONS
 @pytest.mark.parametrize("k", [8, 576, 4104, 16392])
 def test_gated(both, k, activation):
@@ -130,6 +139,9 @@ def test_gated_backward(both, k, activation):
         assert_sqnr(ours, theirs, 60.0)  # float32 inside: equal but for values on the edge of a rounding
     again = fused.quantize_tokens(found[0], found[1], columns=columns)[0]
     assert torch.equal(found[2].codes, again.codes) and torch.equal(found[2].scale, again.scale)
+    place = dh.clone()
+    reused = both(fused.gated_backward, place, gate, up, columns, activation, reuse=True)[0]
+    assert reused[0] is place and all(torch.equal(a, b) for a, b in zip(reused[:2], found[:2], strict=True))
     assert (
         fused.gated_backward(torch.zeros_like(dh), gate, up, columns, activation)[2].codes.bitwise_and(127).any() == 0
     )

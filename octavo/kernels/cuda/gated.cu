@@ -10,7 +10,7 @@
 // on, and the looks are at that. The codes that the next product reads are `pitch` bytes a row apart.
 // Compiled per variant with: NAME, X_BF16, BACKWARD, GELU, THREADS, ROUNDS, STAGES, BLOCKS a multiprocessor, UNROLL (the
 // rounds), and what is kept in registers between the looks: HOLD the row (backward: its gradients), KEEP the product,
-// COLUMNS the columns for all rows. Needs K and pitch % 8 == 0; everything else contiguous.
+// COLUMNS the columns for all rows. dGate may be dH's place. Needs K and pitch % 8 == 0; everything else contiguous.
 #include "rows.cuh"
 
 #define LOG2_E 1.4426950408889634f
@@ -100,7 +100,7 @@ NAME(const u16* dh, const u8* gate, const float* gate_scale, const u8* up, const
             const uint2 gate_codes = inside ? *codes_at(turn % STAGES, 0, r) : uint2{0, 0};
             const uint2 up_codes = inside ? *codes_at(turn % STAGES, 1, r) : uint2{0, 0};
 #else
-            const uint4 from = inside ? load_once(dh + at) : uint4{0, 0, 0, 0};
+            const uint4 from = inside ? *reinterpret_cast<const uint4*>(dh + at) : uint4{0, 0, 0, 0};
             const uint2 gate_codes = inside ? *reinterpret_cast<const uint2*>(gate + at) : uint2{0, 0};
             const uint2 up_codes = inside ? *reinterpret_cast<const uint2*>(up + at) : uint2{0, 0};
 #endif
