@@ -22,11 +22,13 @@ from octavo.formats.granularity import PerRow, PerTensor
 from octavo.integrations.lora_layer import Float8LoraLinear
 from octavo.modules.frozen import FrozenFloat8Linear
 from octavo.ops.backends import BACKENDS, Problem
+from octavo.ops.fused import codes_suffice
 from octavo.ops.lora import Norm, Projection, gated_mlp, project
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 GATED = ("gate_proj", "up_proj", "down_proj")
 FUSED = "_octavo_fused"
+SUFFICE = "_octavo_codes_suffice"
 
 
 def fuse(model: nn.Module) -> int:
@@ -62,7 +64,8 @@ def fuse(model: nn.Module) -> int:
 class _Group:
     """Projections of one input. The first is called first and computes all; the others hand out what it left.
 
-    norm: where it is fused it passes its input on, since the projections do its work.
+    norm: where it is fused it passes its input on, since the projections do its work. Without one the input is the
+    output of attention, which keeps it.
     """
 
     def __init__(self, norm: nn.Module | None, layers: Sequence[nn.Module], norm_offset: float = 0.0) -> None:
@@ -81,7 +84,8 @@ class _Group:
             if found is None:
                 return self.plain[index](self.skipped.applied(x) if self.norm else x, *args, **options)
             self.seen.set(x)
-            self.outputs = dict(enumerate(project(x, found, norm_of(self.norm, self.norm_offset))))
+            norm = norm_of(self.norm, self.norm_offset)
+            self.outputs = dict(enumerate(project(x, found, norm, x_stays=norm is None)))
         return self.outputs.pop(index)
 
 
@@ -151,7 +155,13 @@ def norm_of(norm: nn.Module | None, offset: float = 0.0) -> Norm | None:
         return None
     weight = cast(torch.Tensor, norm.weight)
     epsilon = getattr(norm, "variance_epsilon", None) or norm.eps
-    return Norm(weight.float() + offset if offset else weight, cast(float, epsilon))
+    scale = weight.float() + offset if offset else weight
+    seen, version, suffice = norm.__dict__.get(SUFFICE) or (_Seen(), None, False)
+    if not seen.is_(weight) or version != weight._version:  # asked once: the answer waits for the GPU
+        suffice = codes_suffice(scale)
+        seen.set(weight)
+        norm.__dict__[SUFFICE] = seen, weight._version, suffice
+    return Norm(scale, cast(float, epsilon), suffice)
 
 
 def projections_of(

@@ -41,19 +41,27 @@ class Projection:
 
 @dataclass(frozen=True)
 class Norm:
-    """RMSNorm with a frozen weight [K]: x * rstd(x) * weight."""
+    """RMSNorm with a frozen weight [K]: x * rstd(x) * weight.
+
+    from_codes: its gradient takes the codes of its output, which are kept anyway, and x is not kept: only where
+    `fused.codes_suffice(weight)`.
+    """
 
     weight: torch.Tensor
     epsilon: float
+    from_codes: bool = False
 
 
-def project(x: torch.Tensor, projections: Sequence[Projection], norm: Norm | None = None) -> tuple[torch.Tensor, ...]:
+def project(
+    x: torch.Tensor, projections: Sequence[Projection], norm: Norm | None = None, *, x_stays: bool = False
+) -> tuple[torch.Tensor, ...]:
     """The outputs [..., N_i] of projections that read the same x, or norm(x). Up to three; dtype of x, 16 bit.
 
-    Gradients go to x, A and B; never to W, bias or the norm.
+    Gradients go to x, A and B; never to W, bias or the norm. x_stays: whoever made x keeps it (attention its output),
+    so it is quantized again in the backward pass instead of keeping codes as well.
     """
     adapters = [part for projection in projections for part in projection.adapter]
-    outputs: tuple[torch.Tensor, ...] = _Project.apply(x, norm, tuple(projections), *adapters)  # type: ignore[no-untyped-call]
+    outputs: tuple[torch.Tensor, ...] = _Project.apply(x, norm, tuple(projections), x_stays, *adapters)  # type: ignore[no-untyped-call]
     return outputs
 
 
@@ -69,13 +77,19 @@ def gated_mlp(
 class _Project(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, norm: Norm | None, projections: tuple[Projection, ...], *adapters: torch.Tensor
+        ctx: Any,
+        x: torch.Tensor,
+        norm: Norm | None,
+        projections: tuple[Projection, ...],
+        x_stays: bool,
+        *adapters: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         flat = _matrix(x)
         q, rstd = _quantize_input(flat, norm, _room(flat.shape[1], projections))
         outputs, low = _outputs(q, projections, x.dtype)
         ctx.norm, ctx.projections, ctx.shape, ctx.dtype = norm, projections, x.shape, x.dtype
-        ctx.save_for_backward(flat if norm else None, rstd, q.codes, q.scale, low, *adapters)
+        kept = (None, None) if x_stays else (q.codes, q.scale)
+        ctx.save_for_backward(flat if x_stays or _needs_x(norm) else None, rstd, *kept, low, *adapters)
         return tuple(y.reshape(*x.shape[:-1], y.shape[1]) for y in outputs)
 
     @staticmethod
@@ -83,11 +97,14 @@ class _Project(torch.autograd.Function):
         x, rstd, codes, scale, low, *adapters = ctx.saved_tensors
         projections = _with_adapters(ctx.projections, adapters)
         flat = [_matrix(grad) for grad in grads]
-        q = ScaledTensor(codes, scale, ctx.projections[0].weight.spec, _PER_TOKEN)
+        if codes is None:
+            q = _quantize_input(x, ctx.norm, 0)[0]
+        else:
+            q = ScaledTensor(codes, scale, ctx.projections[0].weight.spec, _PER_TOKEN)
         steps = _Backward(projections, flat, q, low, ctx.dtype)
         dx = steps.input_gradient() if ctx.needs_input_grad[0] else None
-        dx = _through_norm(dx, x, ctx.norm, rstd, ctx.shape)
-        return dx, None, None, *steps.adapter_gradients(ctx.needs_input_grad[3:])
+        dx = _through_norm(dx, x, q, ctx.norm, rstd, ctx.shape)
+        return dx, None, None, None, *steps.adapter_gradients(ctx.needs_input_grad[4:])
 
 
 class _GatedMlp(torch.autograd.Function):
@@ -111,7 +128,7 @@ class _GatedMlp(torch.autograd.Function):
         ctx.norm, ctx.projections, ctx.activation = norm, (gate, up, down), activation
         ctx.shape, ctx.dtype = x.shape, x.dtype
         quantized = [part for value in (q, h, *kept) for part in (value.codes, value.scale)]
-        ctx.save_for_backward(flat if norm else None, rstd, *quantized, low, low_down, *adapters)
+        ctx.save_for_backward(flat if _needs_x(norm) else None, rstd, *quantized, low, low_down, *adapters)
         return y.reshape(*x.shape[:-1], y.shape[1])
 
     @staticmethod
@@ -121,21 +138,17 @@ class _GatedMlp(torch.autograd.Function):
         q, h, gate, up = (ScaledTensor(rest[i], rest[i + 1], spec, _PER_TOKEN) for i in (0, 2, 4, 6))
         low, low_down, *adapters = rest[8:]
         *inner, down = _with_adapters(ctx.projections, adapters)
-        last = _Backward([down], [_matrix(grad)], h, low_down, ctx.dtype)
-        dh = last.input_gradient()
-        room = _room(2 * dh.shape[1], inner)
-        dgate, dup, quantized = fused.gated_backward(dh, gate, up, _row_scales(inner), ctx.activation, spare=room)
-        del dh
-        first = _Backward(inner, [dgate, dup], q, low, ctx.dtype, quantized)
-        dx = first.input_gradient() if ctx.needs_input_grad[0] else None
-        dx = _through_norm(dx, x, ctx.norm, rstd, ctx.shape)
         needs = ctx.needs_input_grad[6:]
-        return (
-            dx,
-            *[None] * 5,
-            *first.adapter_gradients(needs[:4]),
-            *last.adapter_gradients(needs[4:]),
-        )
+        # What is as wide as the MLP lives as briefly as it can: this is where memory peaks.
+        last = _Backward([down], [_matrix(grad)], h, low_down, ctx.dtype)
+        of_down = last.adapter_gradients(needs[4:])
+        dh, columns, room = last.input_gradient(), _row_scales(inner), _room(2 * h.shape[1], inner)
+        dgate, dup, quantized = fused.gated_backward(dh, gate, up, columns, ctx.activation, spare=room, reuse=True)
+        first = _Backward(inner, [dgate, dup], q, low, ctx.dtype, quantized)
+        del dh, dgate, dup, quantized
+        dx = first.input_gradient() if ctx.needs_input_grad[0] else None
+        dx = _through_norm(dx, x, q, ctx.norm, rstd, ctx.shape)
+        return (dx, *[None] * 5, *first.adapter_gradients(needs[:4]), *of_down)
 
 
 class _Backward:
@@ -161,7 +174,8 @@ class _Backward:
             torch.mm(grads[adapter.index], adapter.b.to(dtype), out=self.low_gradient[:, adapter.columns])
 
     def input_gradient(self) -> torch.Tensor:
-        quantized, codes = self.quantized, [p.weight.codes for p in self.projections]
+        quantized, self.quantized = self.quantized, None
+        codes = [p.weight.codes for p in self.projections]
         room = _room(sum(len(part) for part in codes), self.projections)
         if quantized is None:
             columns = _row_scales(self.projections)
@@ -260,12 +274,24 @@ def _quantize_input(x: torch.Tensor, norm: Norm | None, room: int) -> tuple[Scal
     return fused.quantize_tokens(x, columns=norm.weight.float(), epsilon=norm.epsilon, spare=room)
 
 
+def _needs_x(norm: Norm | None) -> bool:
+    return norm is not None and not norm.from_codes
+
+
 def _through_norm(
-    dx: torch.Tensor | None, x: torch.Tensor, norm: Norm | None, rstd: torch.Tensor, shape: torch.Size
+    dx: torch.Tensor | None,
+    x: torch.Tensor | None,
+    q: ScaledTensor,
+    norm: Norm | None,
+    rstd: torch.Tensor,
+    shape: torch.Size,
 ) -> torch.Tensor | None:
+    """x: kept, or None; q: norm(x) quantized."""
     if dx is None:
         return None
-    return (fused.norm_backward(dx, x, norm.weight.float(), rstd) if norm else dx).reshape(shape)
+    if norm is not None:
+        dx = fused.norm_backward(dx, q if norm.from_codes or x is None else x, norm.weight.float(), rstd)
+    return dx.reshape(shape)
 
 
 def _row_scales(projections: Sequence[Projection]) -> torch.Tensor:

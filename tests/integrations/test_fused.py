@@ -77,7 +77,8 @@ def everywhere(monkeypatch):
     monkeypatch.setattr(fused, "products_run", lambda shape, device: calls.on)
     for name in ("project", "gated_mlp"):
         run = getattr(fused, name)
-        monkeypatch.setattr(fused, name, lambda *args, run=run, name=name: calls.append(name) or run(*args))
+        record = lambda *args, run=run, name=name, **options: calls.append(name) or run(*args, **options)  # noqa: E731
+        monkeypatch.setattr(fused, name, record)
     return calls
 
 
@@ -277,3 +278,15 @@ def test_checkpointed_group_frees_what_it_hands_out(everywhere):
     checkpoint(run, layer.input_layernorm(x), use_reentrant=False).backward()
     group = layer.__dict__[fused.FUSED][0]
     assert x.grad.any() and not group.outputs
+
+
+def test_a_norms_weight_is_asked_once(monkeypatch):
+    """Whether its codes suffice: again only when it is another one, or changed."""
+    asked = []
+    monkeypatch.setattr(fused, "codes_suffice", lambda weight: asked.append(weight) or not weight[:16].eq(0).all())
+    norm = torch.nn.RMSNorm(64, eps=1e-6)
+    assert fused.norm_of(norm).from_codes and fused.norm_of(norm).from_codes and len(asked) == 1
+    assert fused.norm_of(copy.deepcopy(norm)).from_codes and len(asked) == 2
+    with torch.no_grad():
+        norm.weight[:16] = 0
+    assert not fused.norm_of(norm).from_codes and len(asked) == 3

@@ -65,7 +65,15 @@ def compare(outputs, wanted, x, wide, parameters, floor=QUANTIZED - 1):
         assert sqnr_db(mine[keep], theirs[keep]) > floor
 
 
-@pytest.mark.parametrize("normed", [False, True], ids=["plain", "norm"])
+KEPT = pytest.mark.parametrize("normed", ["", "x", "codes"], ids=["plain", "norm", "norm-from-codes"])
+
+
+def norm_of(normed, k, dtype=torch.float32):
+    weight = torch.rand(k, generator=torch.Generator().manual_seed(5)).to(dtype)
+    return Norm(weight, 1e-5, from_codes=normed == "codes") if normed else None
+
+
+@KEPT
 @pytest.mark.parametrize("rank", [0, 4])
 @pytest.mark.parametrize("granularity", [PerRow(), PerTensor()], ids=str)
 @pytest.mark.parametrize("width", [64, 96], ids=["added", "columns"])
@@ -74,7 +82,7 @@ def test_three_projections_of_one_input(width, granularity, rank, normed):
     projections = [
         projection(n, k, seed, rank, bias=seed == 1, granularity=granularity) for seed, n in enumerate((48, 16, 32))
     ]
-    norm = Norm(torch.rand(k, generator=torch.Generator().manual_seed(5)).bfloat16(), 1e-5) if normed else None
+    norm = norm_of(normed, k, torch.bfloat16)
     x = inputs(k).requires_grad_()
     wide = x.detach().double().requires_grad_()
     seen = rounded(F.rms_norm(wide, (k,), norm.weight.double(), norm.epsilon) if norm else wide)
@@ -83,11 +91,11 @@ def test_three_projections_of_one_input(width, granularity, rank, normed):
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-@pytest.mark.parametrize("normed", [False, True], ids=["plain", "norm"])
+@KEPT
 def test_gated_mlp(normed, activation):
     k, n = 64, 96
     gate, up, down = projection(n, k, 0), projection(n, k, 1), projection(k, n, 2)
-    norm = Norm(torch.rand(k, generator=torch.Generator().manual_seed(5)), 1e-5) if normed else None
+    norm = norm_of(normed, k)
     x = inputs(k).requires_grad_()
     wide = x.detach().double().requires_grad_()
     seen = rounded(F.rms_norm(wide, (k,), norm.weight.double(), norm.epsilon) if norm else wide)
@@ -108,8 +116,13 @@ def test_gated_mlp(normed, activation):
         assert sqnr_db(mine, theirs) > QUANTIZED - 5
 
 
-def test_what_is_kept_for_backward():
-    """Codes of the input, nothing of 16 bit but the adapters' small products and, under a norm, x itself."""
+@pytest.mark.parametrize(
+    ("normed", "x_stays", "codes", "sixteen"),
+    [("", False, 1, 0), ("x", False, 1, 1), ("codes", False, 1, 0), ("", True, 0, 1)],
+    ids=["plain", "norm", "norm-from-codes", "x-stays"],
+)
+def test_what_is_kept_for_backward(normed, x_stays, codes, sixteen):
+    """Codes of the input or itself, both only where the norm needs it, and the adapters' small products."""
     kept = []
     p, x = projection(48, 64, 0), inputs(64).requires_grad_()
 
@@ -118,10 +131,19 @@ def test_what_is_kept_for_backward():
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        project(x, [p])
-    wide = [t for t in kept if t.dtype != torch.uint8 and t is not p.a and t is not p.b]
-    assert sum(t.numel() for t in wide) == 15 * (1 + 4)  # scales and low-rank products
-    assert sum(t.numel() for t in kept if t.dtype == torch.uint8) == 15 * 64
+        project(x, [p], norm_of(normed, 64), x_stays=x_stays)
+    values = {dtype: sum(t.numel() for t in kept if t.dtype == dtype) for dtype in (torch.uint8, torch.bfloat16)}
+    assert values == {torch.uint8: 15 * 64 * codes, torch.bfloat16: 15 * (64 * sixteen + 4)}
+    assert not x_stays or any(t.data_ptr() == x.data_ptr() for t in kept), "no copy of it"
+
+
+def test_quantized_again_is_the_same():
+    def gradients(x_stays):
+        p, x = projection(48, 64, 0), inputs(64).requires_grad_()
+        project(x, [p], x_stays=x_stays)[0].sum().backward()
+        return x.grad, p.a.grad, p.b.grad
+
+    assert all(torch.equal(again, kept) for again, kept in zip(gradients(True), gradients(False), strict=True))
 
 
 @pytest.mark.parametrize("power", [-24, 24])
