@@ -211,12 +211,15 @@ def our_kernels(device: str) -> str:
             decoded = octavo.dequantize(q, dtype, backend="w8a16")
             assert torch.equal(decoded, dequantize_ref(q, dtype)), f"decoded {granularity} {dtype} {n}x{k}"
             count += 3
-    for rule in (Rule(granularity=PerRow()), Rule(granularity=PerGroup(128))):
+    for rule in (Rule(granularity=PerRow()), Rule(granularity=PerGroup(128)), Rule(granularity=PerTensor())):
         for dtype, shape in itertools.product((torch.bfloat16, torch.float16), ((200, 136), (1000, 4096))):
             x = awkward(shape, dtype).to(device)
             found, want = octavo.quantize(x, rule, backend="native"), quantize_ref(x, rule.spec, rule.granularity)
             assert torch.equal(found.codes, want.codes) and torch.equal(found.scale, want.scale), f"{rule} {dtype}"
-            count += 1
+            given = octavo.quantize(x, rule, scale=want.scale * 0.7, backend="native").codes
+            wanted = quantize_ref(x, rule.spec, rule.granularity, scale=want.scale * 0.7).codes
+            assert torch.equal(given, wanted), f"given scales, {rule} {dtype}"
+            count += 2
     for granularity, activation in ((PerRow(), "token"), (PerTensor(), "token"), (PerBlock(128, 128), "group128")):
         q = octavo.quantize(torch.randn(1024, 2048, device=device), Rule(granularity=granularity))
         x, grad = (torch.randn(300, width, device=device, dtype=torch.bfloat16) for width in (2048, 1024))

@@ -232,3 +232,24 @@ class GroupBlock:
 
 def group_block(k: int) -> GroupBlock:
     return GroupBlock(min(256, 32 * -(-k // 256)), 4)
+
+
+@dataclass(frozen=True)
+class CastBlock:
+    """A block of cast.cu: a row, or 8 * threads * rounds values of it."""
+
+    threads: int
+    rounds: int
+
+    @property
+    def macros(self) -> tuple[tuple[str, int], ...]:
+        return _defines(self, "threads", "rounds")
+
+    def grid(self, m: int, k: int) -> tuple[int, int]:
+        return m, -(-k // (8 * self.threads * self.rounds))
+
+
+def cast_block(k: int) -> CastBlock:
+    vectors = max(1, -(-k // 8))
+    threads = min(256, 32 * -(-vectors // 32))
+    return CastBlock(threads, min(4, -(-vectors // threads)))

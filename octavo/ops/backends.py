@@ -213,8 +213,10 @@ def _refuse_native(problem: Problem, caps: HardwareCaps) -> str | None:
     reasons = _refuse_kernels(problem, caps, (8, 9))
     block = problem.tile == (128, 128)
     if problem.op == "quantize":
-        if problem.tile not in ((1, 0), (1, 128)) or problem.spec != "e4m3":
-            reasons.append(f"quantizes to e4m3 per row or group128, not {problem.spec} {from_tile(*problem.tile)}")
+        if problem.tile not in ((0, 0), (1, 0), (1, 128)) or problem.spec != "e4m3":
+            reasons.append(
+                f"quantizes to e4m3 per tensor, row or group128, not {problem.spec} {from_tile(*problem.tile)}"
+            )
         if problem.k % 8 or (problem.tile == (1, 0) and problem.k > MAX_TOKEN_WIDTH):
             reasons.append(f"rows of a multiple of 8 values, {MAX_TOKEN_WIDTH} at most per row, not {problem.k}")
         return "; ".join(reasons) or None

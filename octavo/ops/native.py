@@ -20,18 +20,22 @@ from octavo.formats.scaled import ScaledTensor
 from octavo.formats.spec import E4M3
 from octavo.kernels.cuda import loader
 from octavo.kernels.tiling import group_block, row_block
-from octavo.ops import reference
+from octavo.ops import cast, reference
 
 FAST_SUMS = 16384
 
 
 def quantize(x: torch.Tensor, scale: torch.Tensor | None, rule: Rule) -> ScaledTensor:
-    """x [..., K], 16 bit -> codes and scales per token or group of 128, the bits of the reference.
+    """x [..., K], 16 bit -> codes and scales per tensor, token or group of 128, or by given ones: the reference's bits.
 
-    Given scales, searched ones and powers of two are left to the reference.
+    Searched scales and powers of two are left to the reference.
     """
-    if scale is not None or rule.method != "absmax" or rule.scale_format != "fp32":
+    if scale is not None:
+        return cast.quantize(x, scale, rule)
+    if rule.method != "absmax" or rule.scale_format != "fp32":
         return reference.quantize(x, scale, rule)
+    if isinstance(rule.granularity, PerTensor):
+        return cast.quantize(x, None, rule)
     q = _quantize(x.reshape(-1, x.shape[-1]), rule)
     shape = rule.granularity.scale_shape(tuple(x.shape))
     return ScaledTensor(q.codes.reshape(x.shape), q.scale.reshape(shape), q.spec, q.granularity)
@@ -43,7 +47,7 @@ def linear(
     """x [M, K] bfloat16, quantized as `activation` says, times w [N, K] -> [M, N]; bias added in float32."""
     rule = reference.activation_rule(activation)
     if input_scale is not None:
-        a = reference.quantize(x, input_scale, rule)
+        a = cast.quantize(x, input_scale, rule)
     else:
         a = _quantize(x, rule, scale_by_columns=isinstance(w.granularity, PerBlock))
     y = scaled_mm(a, w, x.dtype)

@@ -54,6 +54,10 @@ VARIANTS += [
     for scales, aligned in ((0, 0), (1, 1), (2, 1))
 ]
 VARIANTS.append(loader.Variant("transpose.cu", ()))
+VARIANTS += [
+    loader.Variant("cast.cu", (("X_BF16", 1), ("AMAX", amax), ("SCALES", 2 + amax), ("THREADS", 256), ("ROUNDS", 4)))
+    for amax in (0, 1)
+]
 VARIANTS += [loader.Variant("downs.cu", ()), loader.Variant("ups.cu", ())]
 VARIANTS += [
     loader.Variant("over_tokens.cu", (("X_BF16", 1), ("RANKS", ranks), ("CHUNK", 1024))) for ranks in (1, 2, 3)

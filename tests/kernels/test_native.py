@@ -71,6 +71,27 @@ def test_what_the_kernels_do_not_do_is_the_references():
     assert empty.codes.shape == (0, 64) and empty.scale.shape == (0, 1)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(144,), (3, 5, 264), (70, 8), (2, 9000)], ids=str)
+@pytest.mark.parametrize("granularity", [PerTensor(), PerRow(), PerGroup(128)], ids=str)
+def test_given_scales_and_one_for_all(granularity, shape, dtype):
+    """Bits of the reference: ties, Inf, NaN, signed zeros, and scales whose reciprocal is no float32."""
+    generator = torch.Generator().manual_seed(len(shape))
+    x = torch.randn(shape, generator=generator) * torch.exp2(torch.randint(-12, 12, shape, generator=generator).float())
+    x.flatten()[:6] = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, -torch.nan])
+    x, rule = x.to(dtype), Rule(E4M3, granularity)
+    for given in (0.013, 2.0**-5, 1e-40, 2.0**127, 0.0):
+        scale = torch.full(granularity.scale_shape(shape), given)
+        if scale.numel() > 1:
+            scale.flatten()[1::2] *= 1.5
+        found, want = native.quantize(x, scale, rule), reference.quantize(x, scale, rule)
+        assert torch.equal(found.codes, want.codes) and torch.equal(found.scale, scale), given
+    if granularity == PerTensor():
+        for values in (x, torch.zeros_like(x)):
+            found, want = native.quantize(values, None, rule), reference.quantize(values, None, rule)
+            assert torch.equal(found.codes, want.codes) and torch.equal(found.scale, want.scale)
+
+
 def test_scales_that_do_not_go_together():
     x, w = problem(3, 128, 128, PerBlock(128, 128))
     with pytest.raises(ShapeError, match="inputs per row; need group128"):
