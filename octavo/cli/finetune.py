@@ -35,7 +35,7 @@ def finetune(
     scale_format: Annotated[str | None, option("Of its scales.", "fp32", "fp32|po2")] = None,
     skip: Annotated[list[str] | None, option("Stays in 16 bit: a name, a glob, or re:...", None, "PATTERN")] = None,
     policy: Policy = None,
-    activation: Annotated[str | None, option("Round activations as served.", "none", ACTIVATIONS)] = None,
+    activation: Annotated[str | None, option("Round activations as served.", "auto", f"auto|{ACTIVATIONS}")] = None,
     scales: Annotated[Path | None, option("scales.json, for static activations.", None, "FILE")] = None,
     moments: Annotated[Path | None, option("Of calibrate: compensated rounding of the base.", None, "DIR")] = None,
     rank: Annotated[int | None, option("Of LoRA.", 16)] = None,
@@ -56,9 +56,7 @@ def finetune(
     accumulation: Annotated[int | None, option("Passes in one step.", 8)] = None,
     context: Annotated[int | None, option("Tokens of a sample.", 1024)] = None,
     packing: Annotated[bool | None, option("Cut full samples.", None, None, "--packing/--no-packing")] = None,
-    gradient_checkpointing: Annotated[
-        bool | None, option("By default on GPUs.", None, None, "--gradient-checkpointing/--no-gradient-checkpointing")
-    ] = None,
+    checkpointing: Annotated[str | None, option("What runs again.", "auto", "auto|none|selective|full")] = None,
     completion_only: CompletionOnly = None,
     seed: Annotated[int | None, option("Of adapters and order.", 0)] = None,
     report_to: Annotated[list[str] | None, option("tensorboard, wandb, trackio.", None, "NAME")] = None,
@@ -88,6 +86,8 @@ def _lines(report: FinetuneReport) -> list[object]:
     facts: dict[str, object] = {
         "run": report.run,
         "adapter": f"{report.trainable:,} parameters on {report.adapted_layers} linears, {report.fp8_layers} in FP8",
+        "activation": f"{report.activation}: {report.activation_reason}",
+        "checkpointing": f"{report.checkpointing}: {report.checkpointing_reason}",
         "steps": f"{report.steps}, up to {report.tokens_per_step} tokens each, {report.seconds:.0f} s",
         "loss, first and last step": f"{number(report.first_loss)}, {number(report.last_loss)}",
         "held-out perplexity before": report.perplexity_before,

@@ -38,7 +38,7 @@ from octavo.store.snapshot.signals import AWS
 
 @dataclass(frozen=True)
 class SftOptions:
-    """What the trainer needs to know; field by field as in FinetuneConfig.
+    """What the trainer needs to know; field by field as in FinetuneConfig, whose `auto` has been decided.
 
     max_steps: -1 for whole epochs. packing: samples cut from the joined text, each exactly `context` tokens.
     completion_only: the loss counts the answer alone; None: where the data has prompts and completions.
@@ -55,7 +55,7 @@ class SftOptions:
     accumulation: int
     context: int
     packing: bool
-    gradient_checkpointing: bool
+    checkpointing: str
     completion_only: bool | None
     seed: int
     report_to: tuple[str, ...]
@@ -234,8 +234,8 @@ def _arguments(options: SftOptions, run: RunFolder, on_cpu: bool) -> SFTConfig:
         packing_strategy="wrapped",
         shuffle_dataset=True,
         completion_only_loss=options.completion_only,
-        gradient_checkpointing=options.gradient_checkpointing,
-        gradient_checkpointing_kwargs={"use_reentrant": False},
+        gradient_checkpointing=options.checkpointing != "none",
+        gradient_checkpointing_kwargs={"use_reentrant": False, "selective": options.checkpointing == "selective"},
         seed=options.seed,
         report_to=list(options.report_to) or "none",
         logging_steps=1,

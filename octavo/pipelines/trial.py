@@ -160,7 +160,7 @@ class _Search:
             rank=self.config.rank,
             context=self.config.context,
             micro=micro,
-            checkpointing="full" if self.settings["gradient_checkpointing"] else "none",
+            checkpointing=self.settings["checkpointing"],
             accumulation=self.each // micro,
             expandable=expandable_segments() or not setting(),  # octavo finetune asks for them where nobody else does
             width=4 if cpu else 2,
@@ -173,7 +173,11 @@ class _Search:
 def _settings(config: PlanConfig, report: PlanReport, device: str) -> dict[str, Any]:
     """Of the plan's first option, or where none fits the tables, of the smallest step there is."""
     chosen = report.run or {"mode": "two-stage" if config.precision == "bf16" else "lora", "micro_batch": 1}
-    smallest = {"scheme": config.scheme, "gradient_checkpointing": config.checkpointing != "none", "rank": config.rank}
+    smallest = {
+        "scheme": config.scheme,
+        "checkpointing": "none" if config.checkpointing == "none" else "full",
+        "rank": config.rank,
+    }
     settings = smallest | {"context": config.context, "model": config.model} | chosen
     return {k: v for k, v in settings.items() if k not in ("data", "out", "max_steps")} | {"device": device}
 

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import shutil
 import time
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import pydantic
 import torch
 
 from octavo.base.allocator import prefer_expandable_segments
 from octavo.base.errors import CheckpointError, ConfigError, UnsupportedError, require_type
 from octavo.base.log import logger, progress
 from octavo.base.packages import pip_line, version_of
-from octavo.base.report import Config, Report
-from octavo.formats.recipe import ACTIVATIONS, Recipe
+from octavo.formats.recipe import Recipe
 from octavo.integrations.data import TextData, load_data, token_windows
 from octavo.integrations.hub import load_tokenizer, resolve_model
 from octavo.integrations.measuring import compute_dtype, is_fp8, load_base, load_merged, perplexity
@@ -34,156 +32,13 @@ from octavo.store.policy import Policy, PolicyEntry
 from octavo.store.run import RunFolder, whole_folder
 from octavo.store.scales import Scales
 from octavo.store.tensors import Checkpoint
+from octavo.workflows.training.settings import QUICK as QUICK
+from octavo.workflows.training.settings import RESUME_MAY_CHANGE
+from octavo.workflows.training.settings import FinetuneConfig as FinetuneConfig
+from octavo.workflows.training.settings import FinetuneReport as FinetuneReport
 
 EVAL_CONTEXT = 512  # as octavo eval has it, so that the figures compare
-RESUME_MAY_CHANGE = frozenset(
-    {"resume", "out", "max_steps", "epochs", "report_to", "device", "eval_every", "eval_tokens", "eval_data"}
-    | {"save_every", "adapter_only_every", "keep", "keep_every", "keep_best", "snapshot_url", "grace", "spot"}
-)
 TINY_BATCH = 4096  # tokens an optimizer step sees; below it the gradient is mostly noise of the few samples
-
-# Found by a sweep over learning rate, rank, layers and batch on the demo model and text, 20 to 60 steps of 256 to 1,024
-# tokens: 20 steps of 512 lower the held-out perplexity by 14 to 17 %, 30 by 20 %, 40 of 1,024 by 28 %. Twice the
-# learning rate gives the same, half of it two points less, attention alone four points less.
-QUICK: dict[str, Any] = {
-    "rank": 16,
-    "alpha": 32,
-    "learning_rate": 2e-3,
-    "schedule": "linear",
-    "warmup": 2,
-    "max_steps": 24,
-    "micro_batch": 1,
-    "accumulation": 1,
-    "context": 512,
-}
-
-
-class FinetuneConfig(Config):
-    """model: a folder, a hub id or `demo`. out: the run folder. data: text, JSON lines or Parquet, a folder, a hub
-    dataset or `demo`: texts, conversations, or prompts with completions. eval_data: the same, for held-out perplexity.
-
-    mode: `lora` trains over the FP8 base that is served later; `two-stage` over the 16-bit model, which export then
-    quantizes; `fp8-aware` through the rounding of base + adapter, as export merges it. scheme, scale_format, skip,
-    scales: how the base is quantized. activation: what the linears do to their inputs while training; `token`,
-    `group128` and `static` imitate the served model. policy: policy.json of the model, from octavo tune; the run keeps
-    it, and export follows. moments: of the model, from octavo calibrate: its rounding is compensated. rank, alpha,
-    dropout, rslora, target_modules: of LoRA. warmup: steps, or a share of them if below 1. max_steps: instead of
-    epochs. packing: cut samples of exactly `context` tokens from the joined text
-    (default for texts). completion_only: count the loss on answers only (default where the data says prompt and
-    completion). gradient_checkpointing: default on GPUs. resume: `auto` continues `out` where it has something to
-    continue, `must` insists, `never` wants a new folder. save_every: steps that a kill costs at most; a snapshot is due
-    twice as often. adapter_only_every, eval_every: steps between; 0 for never; of adapter-only snapshots those since
-    the last full one stay. keep, keep_every, keep_best: full snapshots that stay: the last, those at multiples, the one
-    with the best held-out perplexity. snapshot_url: object storage to copy them to. grace: seconds for the last
-    snapshot after SIGTERM, SIGINT or (with spot) the notice of EC2.
-    """
-
-    model: str
-    out: Path
-    data: str
-    eval_data: str | None = None
-    mode: Literal["lora", "two-stage", "fp8-aware"] = "lora"
-    scheme: str = "channel"
-    scale_format: str = "fp32"
-    skip: tuple[str, ...] = ()
-    policy: Path | None = None
-    activation: str = "none"
-    scales: Path | None = None
-    moments: Path | None = None
-    rank: int = pydantic.Field(16, ge=1)
-    alpha: float = pydantic.Field(32, gt=0, le=1e6)
-    dropout: float = pydantic.Field(0.0, ge=0, lt=1)
-    target_modules: tuple[str, ...] = ()
-    rslora: bool = False
-    dora: bool = False
-    init: str = "default"
-    learning_rate: float = pydantic.Field(2e-4, gt=0, le=1)
-    schedule: Literal["linear", "cosine", "constant", "constant_with_warmup"] = "cosine"
-    warmup: float = pydantic.Field(0.03, ge=0, le=1e9)
-    weight_decay: float = pydantic.Field(0.0, ge=0, le=1)
-    max_grad_norm: float = pydantic.Field(1.0, gt=0, le=1e9)
-    max_steps: int | None = pydantic.Field(None, ge=1)
-    epochs: float = pydantic.Field(1.0, gt=0, le=1e6)
-    micro_batch: int = pydantic.Field(1, ge=1)
-    accumulation: int = pydantic.Field(8, ge=1)
-    context: int = pydantic.Field(1024, ge=2)
-    packing: bool | None = None
-    gradient_checkpointing: bool | None = None
-    completion_only: bool | None = None
-    seed: int = pydantic.Field(0, ge=0)
-    report_to: tuple[str, ...] = ()
-    resume: Literal["never", "auto", "must"] = "never"
-    save_every: int = pydantic.Field(50, ge=0)
-    adapter_only_every: int = pydantic.Field(0, ge=0)
-    keep: int = pydantic.Field(2, ge=1)
-    keep_every: int = pydantic.Field(0, ge=0)
-    keep_best: bool = False
-    snapshot_url: str | None = None
-    grace: float = pydantic.Field(60.0, gt=0, allow_inf_nan=False)
-    spot: bool = False
-    eval_every: int = pydantic.Field(0, ge=0)
-    eval_tokens: int = pydantic.Field(12_288, ge=2)
-    device: str | None = None
-
-    @pydantic.model_validator(mode="after")
-    def _settings_go_together(self) -> FinetuneConfig:
-        self.recipe()
-        if self.activation == "static" and self.scales is None:
-            fix = "Give --scales scales.json, written by octavo calibrate."
-            raise ConfigError("activation 'static'", got="no scales", need="calibrated scales", fix=fix)
-        if self.mode == "fp8-aware" and (self.activation == "static" or self.dropout):
-            got = "activation 'static'" if self.activation == "static" else f"dropout {self.dropout:g}"
-            raise ConfigError("mode fp8-aware", got=got, need="activation none, token or group128, and no dropout")
-        if self.moments is not None and self.mode != "lora":
-            raise ConfigError(f"moments in mode {self.mode}", got="a base in 16 bit", fix="Give them to octavo export.")
-        if self.mode == "two-stage" and self.activation != "none":
-            raise ConfigError("activation in mode two-stage", got=f"'{self.activation}'", need="'none'")
-        if self.dora:
-            what = "dora: it rescales by the norm of the base weight, and an export would have to undo it"
-            raise ConfigError(what, fix="Use rslora, or train DoRA on the 16-bit model with PEFT.")
-        if self.init not in ("default", "gaussian"):
-            what = f"init '{self.init}': it decomposes or changes the base weight, which stays as FP8 codes"
-            raise ConfigError(what, need="default or gaussian")
-        if self.eval_every and self.eval_data is None:
-            raise ConfigError("eval_every", got="no eval_data", fix="Name the held-out text with --eval-data.")
-        if self.keep_best and not self.eval_every:
-            raise ConfigError("keep_best", got="no eval_every", fix="Say how often to evaluate with --eval-every.")
-        return self
-
-    def recipe(self) -> Recipe:
-        """The recipe of the base. ConfigError for an unknown scheme, scale format or activation."""
-        if self.activation not in ACTIVATIONS:
-            raise ConfigError(f"activation '{self.activation}' is unknown", need=", ".join(ACTIVATIONS))
-        rule = {"scale_format": self.scale_format, "rounding": "compensated" if self.moments else "nearest"}
-        return Recipe.named(self.scheme, activation=self.activation, skip=self.skip, **rule)
-
-
-class FinetuneReport(Report):
-    """trainable: parameters of the adapter. first_loss, last_loss: of the first and last step of this call, nats.
-
-    perplexity_*: held out, None without eval_data: before training, after it, and in mode two-stage with the adapter
-    merged and the linears quantized. seconds: training alone. warnings: what to know before relying on the result.
-    """
-
-    run: str
-    model: str
-    mode: str
-    scheme: str
-    activation: str
-    steps: int
-    resumed_from: int | None
-    tokens_per_step: int
-    trainable: int
-    adapted_layers: int
-    fp8_layers: int
-    first_loss: float | None
-    last_loss: float | None
-    perplexity_before: float | None = None
-    perplexity_after: float | None = None
-    perplexity_quantized: float | None = None
-    seconds: float
-    seconds_per_step: float | None
-    warnings: list[str] = pydantic.Field(default_factory=list)
 
 
 def finetune(config: FinetuneConfig) -> FinetuneReport:
@@ -212,6 +67,7 @@ def finetune(config: FinetuneConfig) -> FinetuneReport:
         run.require_model(source)
         run.require_policy(policy)
     wrapped = _wrap(_base(config, folder, checkpoint, recipe), config)
+    config, recipe, reasons = _settle(config, recipe, wrapped, run, folder)
     trainer, snapshots = _trainer(wrapped, tokenizer, data, config, run, source)
     _describe(config, run, checkpoint, recipe, policy)
     before = None if windows is None else _held_out_perplexity(wrapped, windows)
@@ -240,7 +96,8 @@ def finetune(config: FinetuneConfig) -> FinetuneReport:
         trainable=figures[0],
         adapted_layers=figures[1],
         fp8_layers=figures[2],
-        **config.model_dump(include={"model", "mode", "scheme", "activation"}),
+        **config.model_dump(include={"model", "mode", "scheme", "activation", "checkpointing"}),
+        **reasons,
     )
     report.write(run.report)
     snapshots.close()
@@ -262,7 +119,8 @@ def _may_start(config: FinetuneConfig, run: RunFolder) -> None:
         if run.path.exists() and (not run.path.is_dir() or any(run.path.iterdir())):
             raise ConfigError(f"out {run.path} exists", fix="Give another folder, or --resume auto to continue it.")
     elif run.config.is_file() and run.steps():
-        run.require_settings(config.model_dump(mode="json"), RESUME_MAY_CHANGE)
+        free = RESUME_MAY_CHANGE | ({"activation"} if config.activation == "auto" else set())
+        run.require_settings(config.model_dump(mode="json"), free)
     elif config.resume == "must":
         raise CheckpointError(f"run {run.path} has no snapshot to continue from", fix="Check the path.")
     elif run.path.is_dir():
@@ -293,6 +151,15 @@ def _wrap(model: Any, config: FinetuneConfig) -> Any:
             target_modules=config.target_modules,
         ),
     )
+
+
+def _settle(
+    config: FinetuneConfig, recipe: Recipe, model: Any, run: RunFolder, folder: Path
+) -> tuple[FinetuneConfig, Recipe, dict[str, str]]:
+    from octavo.workflows.training.settle import settle
+
+    config, reasons = settle(config, model, run, folder)
+    return config, replace(recipe, activation=config.activation), reasons
 
 
 def _held_out_perplexity(model: torch.nn.Module, windows: torch.Tensor) -> float:
@@ -345,8 +212,6 @@ def _trainer(
     settings = config.model_dump()
     settings["packing"] = data.kind == "text" if config.packing is None else config.packing
     settings["max_steps"] = config.max_steps or -1
-    if config.gradient_checkpointing is None:
-        settings["gradient_checkpointing"] = next(model.parameters()).device.type != "cpu"
     options = SftOptions(**{field.name: settings[field.name] for field in fields(SftOptions)})
     recorder, snapshots = Recorder(run), run_snapshots(run, source, settings)
     existed = run.path.exists()

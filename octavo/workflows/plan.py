@@ -213,7 +213,7 @@ def _run(config: PlanConfig, best: Candidate | None, steps: int | None) -> dict[
         "context": config.context,
         "micro_batch": best.setup.micro,
         "accumulation": best.setup.accumulation,
-        "gradient_checkpointing": best.setup.checkpointing == "full",
+        "checkpointing": best.setup.checkpointing,
         "max_steps": steps,
     }
     return {name: value for name, value in values.items() if value is not None}

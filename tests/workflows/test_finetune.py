@@ -67,7 +67,8 @@ def test_report_and_run_folder(finished):
     }
     assert run.steps() == [6, 8]
     assert {p.name for p in run.adapter.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
-    assert FinetuneConfig.parse(run.read_config()) == config
+    decided = {"activation": "none", "checkpointing": "none"}
+    assert FinetuneConfig.parse(run.read_config()) == config.model_copy(update=decided)
     assert report.steps == 8 and report.fp8_layers == report.adapted_layers == 14
     assert report.tokens_per_step == 128 and "at most 128 tokens" in report.warnings[0]
     assert report.perplexity_after < 0.9 * report.perplexity_before
@@ -202,13 +203,31 @@ def test_scales_of_another_model_are_refused(tiny_llama_128, text, tmp_path, sca
     assert not (tmp_path / "run").exists()
 
 
-def test_gradient_checkpointing_gives_the_same_losses(tiny_llama, text, tmp_path):
+def test_checkpointing_gives_the_same_losses(tiny_llama, text, tmp_path):
     losses = []
-    for on in (False, True):
-        out = tmp_path / str(on)
-        finetune(settings(tiny_llama, text, out, max_steps=2, gradient_checkpointing=on))
+    for mode in ("none", "selective", "full"):
+        out = tmp_path / mode
+        report = finetune(settings(tiny_llama, text, out, max_steps=2, checkpointing=mode))
+        assert (report.checkpointing, report.checkpointing_reason) == (mode, "as asked for")
         losses.append([json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5) and losses[2] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_what_auto_stands_for_is_written_down(finished):
+    config, report = finished
+    assert (config.activation, config.checkpointing) == ("auto", "auto")
+    assert report.activation == "none" and "needs a CUDA device" in report.activation_reason
+    assert report.checkpointing == "none" and "CPU" in report.checkpointing_reason
+
+
+def test_a_run_that_goes_on_keeps_the_activation_it_began_with(tiny_llama, text, tmp_path):
+    began = settings(tiny_llama, text, tmp_path / "run", activation="token", save_every=2, max_steps=2)
+    finetune(began)
+    goes_on = settings(tiny_llama, text, tmp_path / "run", save_every=2, max_steps=3, resume="must")
+    report = finetune(goes_on)
+    assert (report.activation, report.activation_reason, report.resumed_from) == ("token", "as the run began", 2)
+    with pytest.raises(MismatchError, match="activation"):
+        finetune(goes_on.model_copy(update={"activation": "none", "max_steps": 4}))
 
 
 def test_nan_stops_the_run_and_leaves_no_adapter(tiny_llama, text, tmp_path):

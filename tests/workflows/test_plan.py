@@ -168,7 +168,7 @@ def test_run_yaml_is_what_finetune_takes(tmp_path):
     config = FinetuneConfig.load(file)
     assert config.micro_batch * config.accumulation == 16 and config.context == 4096
     assert config.max_steps == report.steps == 16
-    assert config.gradient_checkpointing == (report.options[0].checkpointing == "full")
+    assert config.checkpointing == report.options[0].checkpointing
     assert (config.mode == "lora") == (report.options[0].precision == "fp8")
     assert file.read_text().startswith("# octavo plan: 1 x h200; predicted")
     assert report.command == f"octavo finetune {file}"

@@ -1,0 +1,83 @@
+"""Whether rounding the inputs of a model's FP8 linears pays: where that makes them FP8 products both ways."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from octavo.base.hardware import caps_of
+from octavo.integrations.fused import FUSED, projection_of
+from octavo.integrations.lora_layer import Float8LoraLinear
+from octavo.modules.experts import FrozenFloat8Experts
+from octavo.modules.frozen import FrozenFloat8Linear
+from octavo.ops.backends import BACKENDS, Problem
+
+ENOUGH = 0.5  # of the FP8 linears, below which rounding inputs costs quality for little speed
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """activation: `token` or `none`. reason: in words, for a log and a report."""
+
+    activation: str
+    reason: str
+
+
+def choose_activation(model: nn.Module, given: Chosen | None = None) -> Chosen:
+    """What the FP8 linears of a PeftModel best do to their inputs while it trains; set on them.
+
+    `token` where at least half of them then run fused, else `none`. Experts count as three linears each. given: what
+    has been decided before.
+    """
+    modules = [m for m in model.modules() if isinstance(m, FrozenFloat8Linear | FrozenFloat8Experts)]
+    linears = [m for m in modules if isinstance(m, FrozenFloat8Linear)]
+    if given is not None or not linears:
+        return _set(modules, given or Chosen("none", "no linear in FP8"))
+    _set(modules, Chosen("token", "a trial"))
+    fused, reasons = 0, dict[str, int]()
+    for layer in grouped_layers(model):
+        reason = why_not(layer)
+        fused += reason is None
+        if reason:
+            reasons[reason] = reasons.get(reason, 0) + 1
+    total = len(linears) + sum(3 * m.num_experts for m in modules if isinstance(m, FrozenFloat8Experts))
+    if fused >= ENOUGH * total:
+        return Chosen("token", f"{fused} of {total} FP8 linears multiply in FP8, forward and backward")
+    kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+    most = max(reasons, key=lambda reason: reasons[reason], default=f"decoder '{kind}' runs layer by layer")
+    if fused and total > len(linears):
+        most = "experts run one by one"
+    return _set(modules, Chosen("none", most))
+
+
+def _set(modules: Sequence[FrozenFloat8Linear | FrozenFloat8Experts], chosen: Chosen) -> Chosen:
+    for module in modules:
+        module.activation = chosen.activation
+    return chosen
+
+
+def grouped_layers(model: nn.Module) -> Iterator[nn.Module]:
+    """The linears of the decoder layers that `fuse` has bound."""
+    for module in model.modules():
+        group: Any
+        for group in module.__dict__.get(FUSED, ()):
+            yield from group.layers
+
+
+def why_not(layer: nn.Module) -> str | None:
+    """The reason why a linear of a bound layer is not fused, or None."""
+    base = layer.base_layer if isinstance(layer, Float8LoraLinear) else layer
+    if not isinstance(base, FrozenFloat8Linear):
+        return "linears in 16 bit"
+    (n, k), tile, device = base.weight.shape, base.rule.granularity.tile, base.weight.device
+    for op in ("linear", "linear_dx"):
+        problem = Problem(op, device.type, tile=tile, activation="token", n=n, k=k)
+        refused = BACKENDS["native"].refuse(problem, caps_of(device))
+        if refused:
+            return refused
+    if isinstance(layer, Float8LoraLinear) and any(getattr(d, "p", 0.0) > 0 for d in layer.lora_dropout.values()):
+        return "dropout on the inputs of adapters"
+    return None if projection_of(layer) is not None else f"adapters or hooks of {type(layer).__name__}"

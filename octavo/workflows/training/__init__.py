@@ -1,0 +1,1 @@
+"""Parts of finetune: its settings, its report, and what `auto` stands for."""

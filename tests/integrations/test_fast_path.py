@@ -1,0 +1,65 @@
+"""What the activation `auto` of a fine-tune stands for, on a CPU that pretends to have FP8 tensor cores."""
+
+import pytest
+import torch
+
+import octavo
+from octavo import Recipe
+from octavo.integrations import fast_path, fused
+from octavo.integrations.fast_path import choose_activation
+from octavo.modules.frozen import FrozenFloat8Linear
+from octavo.ops.backends import Backend
+from tests.integrations.test_fused import adapted, build
+
+
+@pytest.fixture
+def tensor_cores(monkeypatch):
+    def refuse(problem, caps):
+        return "scales per tensor or row" if problem.tile == (128, 128) else None
+
+    monkeypatch.setattr(fast_path, "BACKENDS", {"native": Backend("native", refuse, "octavo.ops.native")})
+    monkeypatch.setattr(fused, "products_run", lambda shape, device: True)
+
+
+def activations(model):
+    return {module.activation for module in model.modules() if isinstance(module, FrozenFloat8Linear)}
+
+
+def test_fp8_products_where_the_layers_are_known(tensor_cores):
+    model = build(activation="none")
+    chosen = choose_activation(model)
+    assert chosen.activation == "token" and activations(model) == {"token"}
+    assert chosen.reason == "14 of 14 FP8 linears multiply in FP8, forward and backward"
+
+
+def test_a_cpu_says_what_it_lacks():
+    model = build()
+    chosen = choose_activation(model)
+    assert chosen.activation == "none" and activations(model) == {"none"}
+    assert chosen.reason.startswith("needs a CUDA device of sm89 or later, this is cpu")
+
+
+def test_a_decoder_that_is_not_known(tensor_cores):
+    assert choose_activation(build("olmo2")).reason == "decoder 'olmo2' runs layer by layer"
+
+
+def test_dropout_of_the_adapters(tensor_cores):
+    assert choose_activation(build(dropout=0.1)).reason == "dropout on the inputs of adapters"
+
+
+def test_scales_in_blocks(tensor_cores, tiny_llama):
+    model = octavo.load(tiny_llama, Recipe.named("block128", activation="none"), device="cpu")
+    assert choose_activation(adapted(model, ["q_proj"])).reason == "scales per tensor or row"
+
+
+def test_experts_outnumber_the_attention(tensor_cores, tiny_moe):
+    model = octavo.load(tiny_moe, Recipe.named("channel", activation="none"), device="cpu")
+    chosen = choose_activation(adapted(model, ["q_proj", "v_proj"]))
+    assert (chosen.activation, chosen.reason) == ("none", "experts run one by one")
+
+
+def test_layers_in_16_bit_are_no_matter_while_they_are_few(tensor_cores):
+    model = build(activation="none")
+    attention = model.base_model.model.model.layers[0].self_attn
+    attention.o_proj.base_layer = torch.nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
+    assert choose_activation(model).reason.startswith("13 of 13")
