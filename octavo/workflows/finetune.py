@@ -79,7 +79,6 @@ def finetune(config: FinetuneConfig) -> FinetuneReport:
 
         save_adapter(wrapped, work)
     losses, done, figures = trainer.recorder.losses, steps - (began or 0), _layers(wrapped)
-    after = None if windows is None else _held_out_perplexity(wrapped, windows)
     report = FinetuneReport(
         run=str(config.out),
         steps=steps,
@@ -88,7 +87,7 @@ def finetune(config: FinetuneConfig) -> FinetuneReport:
         first_loss=losses[0] if losses else None,
         last_loss=losses[-1] if losses else None,
         perplexity_before=before,
-        perplexity_after=after,
+        perplexity_after=None if windows is None else _held_out_perplexity(wrapped, windows),
         perplexity_quantized=_quantized(wrapped, recipe, config, windows),
         seconds=round(seconds, 3),
         seconds_per_step=round(seconds / done, 3) if done > 0 else None,
@@ -96,8 +95,7 @@ def finetune(config: FinetuneConfig) -> FinetuneReport:
         trainable=figures[0],
         adapted_layers=figures[1],
         fp8_layers=figures[2],
-        **config.model_dump(include={"model", "mode", "scheme", "activation", "checkpointing"}),
-        **reasons,
+        **config.model_dump(include={"model", "mode", "scheme", "activation", "checkpointing"}) | reasons,
     )
     report.write(run.report)
     snapshots.close()
