@@ -66,9 +66,11 @@ def few_token_plans(m: int, k: int) -> list[Plan]:
     found: list[Plan] = [FEW, FEW_ROWS, MORE]
     shapes = [(1, 1, 8), (1, 1, 16), (1, 2, 4), (1, 2, 8), (1, 4, 4), (2, 1, 8), (2, 1, 16), (2, 2, 8)]
     for (n, warps_n, warps_k), depth, staged, blocks, overlap in itertools.product(
-        shapes, (2, 3, 4, 6), (0, 1), (1, 2), (0, 1)
+        shapes, (2, 3, 4, 6), (0, 1), (1, 2), (0, 1, 2)
     ):
         ring = Ring(n, -(-m // 8), warps_n, warps_k, depth, staged, blocks, overlap)
+        if overlap == 1 and blocks > 1:
+            continue
         if ring.dynamic_bytes(m, k) * blocks <= SHARED_BYTES and ring.threads * blocks <= 1024:
             found.append(ring)
     return [plan for plan in found if plan.tokens >= m]

@@ -54,7 +54,8 @@ class Tile:
 class Ring:
     """A block of w8a16_ring.cu: like Tile, but its grid is the GPU's size and depth - 1 chunks are under way.
 
-    staged: x as FP16 in shared memory. blocks: of them on a multiprocessor at once. overlap: may start early.
+    staged: x as FP16 in shared memory. blocks: of them on a multiprocessor at once. overlap: may start early, and
+    then copies codes (1) or has the L2 cache fetch them (2).
     """
 
     tiles_n: int
@@ -70,7 +71,8 @@ class Ring:
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
-        return _defines(self, "tiles_n", "tiles_m", "warps_n", "warps_k", "depth", "staged")
+        names = "tiles_n", "tiles_m", "warps_n", "warps_k", "depth", "staged"
+        return *_defines(self, *names), ("EARLY", self.overlap)
 
     @property
     def rows(self) -> int:

@@ -94,6 +94,7 @@ static Exchange exchanges[MAX_THREADS / 32];
 
 static void __syncthreads() { emulator::wait(emulator::block_barrier); }
 static void wait_for_previous_kernel() {}
+static void prefetch(const void* address) { *static_cast<const volatile char*>(address); }
 static void sync_warp() { emulator::wait(emulator::warp_barriers[threadIdx.x / 32]); }
 
 static float broadcast(float value, int lane) {

@@ -49,7 +49,7 @@ def test_product(granularity, dtype, m, n, k):
         Tile(1, 1, 2, 2, 1),
         Tile(2, 1, 1, 4, 3),
         Tile(4, 2, 2, 1, 1),
-        Ring(1, 2, 1, 4, 2),
+        Ring(1, 2, 1, 4, 2, overlap=2),
         Ring(2, 2, 2, 3, 4),
         Ring(1, 2, 2, 8, 3, staged=0, overlap=1),
         Block(1, 4, 2, 2),

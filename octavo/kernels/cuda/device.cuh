@@ -52,6 +52,9 @@ DEVICE void wait_for_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(later) : "memory");
 }
 
+// Its line into the L2 cache.
+DEVICE void prefetch(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
+
 // A kernel launched to overlap with the one before may run before it ended: until here it reads only what is constant
 // and writes nothing. From here on the next one may start.
 DEVICE void wait_for_previous_kernel() {

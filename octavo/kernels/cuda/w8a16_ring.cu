@@ -12,7 +12,8 @@
 // Up to 8 tokens cost what one costs.
 //
 // Compiled per variant with: NAME, X_BF16, E5M2, SCALES (0 tensor, 1 row, 2 block 128 x 128), TILES_N, TILES_M,
-// WARPS_N, WARPS_K, DEPTH, STAGED. Needs K % 16 == 0 and rows of x on 16-byte boundaries; dynamic shared memory as
+// WARPS_N, WARPS_K, DEPTH, STAGED, EARLY (before the kernel before has ended: 1 copy codes, 2 have the L2 cache fetch
+// them). Needs K % 16 == 0 and rows of x on 16-byte boundaries; dynamic shared memory as
 // kernels/tiling.py says.
 #define MMA_BF16 (X_BF16 && !STAGED)
 #include "w8a16.cuh"
@@ -113,6 +114,13 @@ DEVICE void copy_chunk(u8* slot, Source& from, int row_in_tile, int first_chunk,
     end_of_copies();
 }
 
+// A chunk of the block's first tile into the L2 cache, a lane every 128 bytes of a row.
+DEVICE void prefetch_chunk(const Source& from, int row_in_tile, int chunk, int lane) {
+    const int row = from.tile * ROWS + row_in_tile + lane;
+    if (lane < 16 * TILES_N && row < from.N && chunk < from.chunks)
+        prefetch(from.codes + i64(row) * from.K + chunk * CHUNK);
+}
+
 KERNEL(THREADS, 1)
 NAME(const u8* codes, const float* scale, const u16* x, const u16* bias, u16* y, int M, int N, int K, i64 x_stride) {
     DYNAMIC_SHARED(dynamic);
@@ -130,9 +138,18 @@ NAME(const u8* codes, const float* scale, const u16* x, const u16* bias, u16* y,
 
     Source from = {codes, N, K, chunks, warp_k < chunks ? tiles : 0, int(blockIdx.x), warp_k};
     const int row_in_tile = warp_n * 16 * TILES_N;
+#if EARLY == 2
+#pragma unroll
+    for (int d = 0; d < DEPTH - 1; ++d) prefetch_chunk(from, row_in_tile, warp_k + d * WARPS_K, lane);
+#endif
+#if EARLY != 1
+    wait_for_previous_kernel();
+#endif
 #pragma unroll
     for (int d = 0; d < DEPTH - 1; ++d) copy_chunk(ring + d * SLOT, from, row_in_tile, warp_k, lane);
+#if EARLY == 1
     wait_for_previous_kernel();
+#endif
 #if STAGED
     stage(staged, factor, x, M, K, pitch, x_stride);
 #endif
