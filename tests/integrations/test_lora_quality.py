@@ -23,7 +23,7 @@ def script(monkeypatch):
 
 def test_losses_gradients_and_figure(script, tiny_llama, tmp_path, capsys):
     out, svg = tmp_path / "rows.jsonl", tmp_path / "curves.svg"
-    sizes = ["--context", "32", "--windows", "8", "--steps", "3", "--every", "2", "--warm", "2", "--seeds", "1"]
+    sizes = ["--context", "32", "--windows", "8", "--steps", "3", "--every", "2", "--warm", "2", "--seeds", "5"]
     assert script.main(["--model", str(tiny_llama), "--device", "cpu", *sizes, "--out", str(out)]) == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     products = [row for row in rows if row["part"] == "gradients" and row["of"] != "layer"]
@@ -34,7 +34,9 @@ def test_losses_gradients_and_figure(script, tiny_llama, tmp_path, capsys):
     assert len({row["adapters"] for row in curves.values()}) == 1, "every variant starts from the same adapters"
     assert all([step for step, _ in row["held_out"]] == [0, 2, 3] for row in curves.values())
     assert sum(row["part"] == "held-out loss" for row in rows) == 4
-    assert script.main(["--plot", str(out), "--svg", str(svg)]) == 0
+    again = tmp_path / "again.jsonl"
+    assert script.main(["--read", str(out), "--out", str(again), "--svg", str(svg)]) == 0
+    assert again.read_text() == out.read_text()
     assert svg.read_text().count("<polyline") == 2 * (4 + 3), "a line a seed and one of means, in two panels"
 
 
