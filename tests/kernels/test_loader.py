@@ -18,7 +18,7 @@ def w8a16(plan, x_bf16, e5m2, scales):
 
 PLANS = [FEW, FEW_ROWS, MORE, Ring(1, 1, 1, 16, 4), Ring(2, 2, 1, 16, 3), Ring(2, 2, 2, 8, 3, staged=0)]
 PLANS += [Block(2, 4, 8, 3), Block(2, 8, 7, 3, splits=2)]
-VARIANTS = [w8a16(plan, 1, 0, 2) for plan in PLANS] + [w8a16(Block(2, 16, 8, 3), 1, 0, 1)]
+VARIANTS = [w8a16(plan, 1, 0, 2) for plan in PLANS]
 VARIANTS += [w8a16(plan, 0, 1, 0) for plan in (FEW, PLANS[3], PLANS[6])]
 VARIANTS += [
     loader.Variant("w8a16_sum.cu", (("X_BF16", 1), ("PARTS_FLOAT", floats), ("WIDTH", width)))
