@@ -6,14 +6,21 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-COLOURS = {"bf16": "#8b93a3", "dequantized": "#1d2330", "w8a16": "#2f6fb3", "fused": "#c2502e"}
+COLOURS = {
+    "bf16": "#8b93a3",
+    "dequantized": "#1d2330",
+    "w8a16": "#2f6fb3",
+    "fused": "#c2502e",
+    "compensated": "#3d8b55",
+}
 NAMES = {
     "bf16": "BF16 over the BF16 base",
     "dequantized": "BF16 over the decoded FP8 base",
     "w8a16": "FP8 base, 16-bit products",
     "fused": "FP8 base, FP8 products",
+    "compensated": "compensated base, FP8 products",
 }
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 470, 330, 62, 12, 34, 46
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 560, 330, 62, 12, 34, 46
 Curve = list[tuple[float, float]]
 
 
@@ -36,7 +43,7 @@ def figure(rows: Sequence[dict[str, Any]], limit: float) -> str:
     parts.append(_panel(0, "Held-out loss, nats a token", by_variant, None))
     parts.append(_panel(WIDTH, "Difference from the decoded FP8 base, percent", gaps, limit))
     for i, name in enumerate(by_variant):
-        x = LEFT + i * (total - LEFT) / len(by_variant)
+        x = 20 + i * (total - 20) / len(by_variant)
         parts.append(f'<line x1="{x}" x2="{x + 20}" y1="{HEIGHT + 14}" y2="{HEIGHT + 14}" {_stroke(name, 2.5)}/>')
         parts.append(f'<text x="{x + 26}" y="{HEIGHT + 18}">{NAMES[name]}</text>')
     return "\n".join([*parts, "</svg>", ""])

@@ -11,7 +11,9 @@ curves: LoRA, r=16 on all linears, float32 adapters, BF16 autocast, the same ada
     dequantized  over the FP8 base (channel) decoded to BF16: the oracle
     w8a16        over the FP8 base, inputs as they are
     fused        over the FP8 base, FP8 products forward and backward
-  on windows of 512 tokens; each is evaluated as it trains, FP8 products included.
+    compensated  the same over a base rounded with compensation (octavo calibrate --moments)
+  on windows of 512 tokens; each is evaluated as it trains, FP8 products included, and fused ones at the end once more
+  with inputs as they are, which tells what training lost from what evaluation does.
 gradients: the fused layers of a model that trained a few steps, with the inputs and output gradients that they have
   there, against float32 autograd over the dequantized weights.
 One JSON line a figure; exit code 1 where one is beyond its limit.
@@ -20,12 +22,14 @@ One JSON line a figure; exit code 1 where one is beyond its limit.
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import json
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from curves import figure
 
-from octavo import FrozenFloat8Linear, Recipe, convert
+from octavo import FrozenFloat8Linear, Recipe, convert, load
 from octavo.formats.granularity import PerRow
 from octavo.formats.reference import dequantize_ref, quantize_ref
 from octavo.formats.spec import E4M3
@@ -49,8 +53,8 @@ from octavo.integrations.hub import resolve_model
 from octavo.integrations.peft import get_peft_model
 from octavo.ops.lora import Projection, project
 
-ACTIVATIONS = {"w8a16": "none", "fused": "token"}
-VARIANTS = ("bf16", "dequantized", "w8a16", "fused")
+ACTIVATIONS = {"w8a16": "none", "fused": "token", "compensated": "token"}
+VARIANTS = ("bf16", "dequantized", "w8a16", "fused", "compensated")
 LIMITS = {"dequantized": 0.3, "bf16": 0.5}  # percent of the held-out loss, against each of them
 COSINES = {"product": 0.999, "layer": 0.997}
 ERRORS = {"same input": 1e-2, "BF16 input": 4e-2}  # of adapter gradients, relative
@@ -62,10 +66,10 @@ class Lab:
     """The model in BF16 on the device, and windows of text to train and to be judged on."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        folder = resolve_model(args.model)
+        self.folder = resolve_model(args.model)
         self.args, self.device = args, args.device
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(self.device)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.bfloat16).to(self.device)
+        tokenizer = AutoTokenizer.from_pretrained(self.folder)
         train, held_out = (load_data("demo", split).texts() for split in ("train", "eval"))
         self.train = token_windows(tokenizer, train, args.context, args.windows).to(self.device)
         self.held_out = token_windows(tokenizer, held_out, args.context, args.windows).to(self.device)
@@ -73,15 +77,23 @@ class Lab:
             fused.products_run = lambda shape, device: True  # torch's own product stands in for the tensor cores
 
     def build(self, variant: str, seed: int, dtype: torch.dtype = torch.bfloat16) -> PeftModel:
-        model = AutoModelForCausalLM.from_config(self.model.config, dtype=torch.bfloat16).to(self.device)
-        model.load_state_dict(self.model.state_dict())
-        if variant != "bf16":
+        if variant == "compensated":
+            model = copy.deepcopy(self.compensated)
+        else:
+            model = AutoModelForCausalLM.from_config(self.model.config, dtype=torch.bfloat16).to(self.device)
+            model.load_state_dict(self.model.state_dict())
+        if variant not in ("bf16", "compensated"):
             model = convert(model, Recipe.named("channel", activation=ACTIVATIONS.get(variant, "none")))
         if variant == "dequantized":
             decode(model.to(dtype), dtype)
         torch.manual_seed(seed)
         adapt = get_peft_model if variant in ACTIVATIONS else plain_peft
         return adapt(model, LoraConfig(r=16, lora_alpha=32, target_modules=list(LINEARS), task_type="CAUSAL_LM"))
+
+    @cached_property
+    def compensated(self) -> nn.Module:
+        recipe, sizes = Recipe.named("channel", activation="token"), {"samples": 18, "context": self.args.context}
+        return load(self.folder, recipe, device=self.device, rounding="compensated", data="demo", **sizes)
 
     def batches(self, seed: int, steps: int) -> Iterator[torch.Tensor]:
         """Whole epochs in a new order each."""
@@ -147,19 +159,30 @@ def curves(lab: Lab) -> Iterator[dict[str, Any]]:
                     points.append((step, lab.judge(model)))
 
             started = time.perf_counter()
-            lab.trained(variant, seed, lab.args.steps, see)
+            model = lab.trained(variant, seed, lab.args.steps, see)
             row = {"part": "curve", "variant": variant, "seed": seed, "held_out": points}
-            yield row | {"adapters": float(sum(begin)), "seconds": round(time.perf_counter() - started, 1)}
+            row |= {"adapters": float(sum(begin)), "seconds": round(time.perf_counter() - started, 1)}
+            if ACTIVATIONS.get(variant) == "token":
+                for module in model.modules():
+                    if isinstance(module, FrozenFloat8Linear):
+                        module.activation = "none"
+                row["held_out_16_bit"] = lab.judge(model)
+            yield row
 
 
 def compared(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Final held-out losses of curves, seed by seed, against those of the two BF16 runs."""
-    final = {(row["variant"], row["seed"]): row["held_out"][-1][1] for row in rows if row["part"] == "curve"}
-    seeds = sorted({seed for _, seed in final})
-    for variant in ("w8a16", "fused"):
+    final: dict[str, dict[int, float]] = defaultdict(dict)
+    for row in rows:
+        if row["part"] == "curve":
+            final[row["variant"]][row["seed"]] = row["held_out"][-1][1]
+        if "held_out_16_bit" in row:
+            final[f"{row['variant']}, 16-bit products to judge"][row["seed"]] = row["held_out_16_bit"]
+    for variant, losses in final.items():
         for other, limit in LIMITS.items():
-            gaps = [100 * (final[variant, seed] / final[other, seed] - 1) for seed in seeds]
-            if gaps:
+            seeds = sorted(losses.keys() & final[other].keys())
+            if variant not in LIMITS and seeds:
+                gaps = [100 * (losses[seed] / final[other][seed] - 1) for seed in seeds]
                 mean = sum(gaps) / len(gaps)
                 row = {"part": "held-out loss", "variant": variant, "against": other, "gaps_percent": gaps}
                 yield row | {"mean_percent": mean, "limit_percent": limit, "agrees": mean <= limit}
@@ -302,19 +325,20 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     rows = [json.loads(line) for file in args.read for line in file.read_text().splitlines()]
     rows = [row for row in rows if row["part"] != "held-out loss"]
+
+    def keep(found: Iterable[dict[str, Any]]) -> None:
+        for row in found:
+            rows.append(row)
+            print(shown(row), flush=True)
+            if args.out:
+                args.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
     if not args.read:
         lab = Lab(args)
         for part in args.only:
-            for row in {"curves": curves, "gradients": gradients}[part](lab):
-                rows.append(row)
-                print(shown(row), flush=True)
-    for row in compared(rows):
-        rows.append(row)
-        print(shown(row))
-    lines = "".join(json.dumps(row) + "\n" for row in rows)
-    print(lines, end="")
-    if args.out:
-        args.out.write_text(lines)
+            keep({"curves": curves, "gradients": gradients}[part](lab))
+    keep(compared(list(rows)))
+    print("\n".join(json.dumps(row) for row in rows))
     if args.svg:
         args.svg.write_text(figure([row for row in rows if row["part"] == "curve"], LIMITS["dequantized"]))
     return 0 if all(row.get("agrees", True) for row in rows) else 1
