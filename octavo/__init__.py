@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from octavo.formats.scaled import ScaledTensor as ScaledTensor
     from octavo.formats.spec import E4M3 as E4M3
     from octavo.formats.spec import E5M2 as E5M2
+    from octavo.integrations.decoding import Decoder as Decoder
+    from octavo.integrations.float8_cache import Float8Cache as Float8Cache
     from octavo.integrations.quantizer import OctavoConfig as OctavoConfig
     from octavo.integrations.transformers import load as load
     from octavo.modules.convert import convert as convert
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
 
 _HOME = {
     "load": "octavo.integrations.transformers",
+    "Decoder": "octavo.integrations.decoding",
+    "Float8Cache": "octavo.integrations.float8_cache",
     "OctavoConfig": "octavo.integrations.quantizer",
     "OctavoError": "octavo.base.errors",
     "E4M3": "octavo.formats.spec",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,8 @@ from octavo.store.tensors import Checkpoint
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
+
+    from octavo.integrations.float8_cache import Float8Cache as Float8Cache
 
 FP8_METHODS = ("compressed-tensors", "fp8", "modelopt")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -252,3 +255,10 @@ def _dtype(dtype: torch.dtype | str | None, config: PretrainedConfig) -> torch.d
         raise ConfigError(f"dtype {dtype}", fix=did_you_mean(str(dtype), DTYPES))
     assert isinstance(found, torch.dtype)
     return found
+
+
+def __getattr__(name: str) -> object:
+    """Float8Cache is a class of Transformers', which is not imported before it is asked for."""
+    if name != "Float8Cache":
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    return import_module("octavo.integrations.float8_cache").Float8Cache

@@ -79,7 +79,7 @@ def test_there_is_a_page_for_every_command():
     import typer
 
     commands = set(typer.main.get_group(app).commands)
-    assert commands | {"install", "concepts", "kernels", "snapshots"} == {page.stem for page in PAGES[1:]}
+    assert commands | {"install", "concepts", "kernels", "snapshots", "decode"} == {page.stem for page in PAGES[1:]}
 
 
 def test_pages_are_short():

@@ -29,6 +29,8 @@ PUBLIC = {
     "FrozenFloat8Linear",
     "Float8Linear",
     "OctavoConfig",
+    "Decoder",
+    "Float8Cache",
     "Snapshots",
     "TrainingState",
     "why",

@@ -215,6 +215,16 @@ static void mma_any(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2
     }
     sync_warp();
 }
+static uint32_t transpose_8x8(uint32_t pair) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    emulator::Exchange& shared = emulator::exchanges[threadIdx.x / 32];
+    shared.a[lane][0] = pair;
+    sync_warp();
+    uint32_t result = 0;
+    for (int i = 0; i < 2; ++i) result |= (shared.a[(2 * t + i) * 4 + g / 2][0] >> 16 * (g % 2) & 0xFFFF) << 16 * i;
+    sync_warp();
+    return result;
+}
 static float fp16_value(uint32_t bits) { return float_of_fp16(uint16_t(bits)); }
 static inline void mma_fp16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) { mma_any<fp16_value>(c, a, b); }
 static inline void mma_bf16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) { mma_any<float_of_bf16>(c, a, b); }

@@ -3,10 +3,12 @@
 import dataclasses
 
 import pytest
+import torch
 
 from octavo.base.errors import UnsupportedError
 from octavo.kernels.cuda import loader
 from octavo.kernels.tiling import FEW, FEW_ROWS, MORE, Block, Ring, gated_block, group_block, row_block
+from octavo.ops.attention import attention_variants
 
 pytest.importorskip("cuda.core")
 ARCHITECTURES = ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"]
@@ -63,6 +65,22 @@ VARIANTS += [
     loader.Variant("over_tokens.cu", (("X_BF16", 1), ("RANKS", ranks), ("CHUNK", 1024))) for ranks in (1, 2, 3)
 ]
 VARIANTS += [loader.Variant("append.cu", (("X_BF16", 1), ("FORWARD", forward))) for forward in (0, 1)]
+VARIANTS += [
+    variant
+    for head, kind in ((64, 0), (96, 1), (128, 0), (128, 1), (128, 2), (256, 1))
+    for variant in attention_variants(head, torch.bfloat16, kind)
+]
+VARIANTS += [
+    loader.Variant(
+        "kv_store.cu",
+        (("X_BF16", 1), ("THREADS", 128), ("HEAD", 128), ("KV", kind), ("ROTARY", rotary), ("NORM", norm)),
+    )
+    for kind, rotary, norm in ((0, 1, 0), (1, 1, 1), (1, 0, 0), (2, 1, 0))
+]
+VARIANTS += [
+    loader.Variant("residual_norm.cu", (("X_BF16", 1), ("THREADS", 512), ("ROUNDS", rounds))) for rounds in (1, 8)
+]
+VARIANTS += [loader.Variant("gate.cu", (("X_BF16", 1), ("THREADS", 128), ("GELU", gelu))) for gelu in (0, 1)]
 VARIANTS += [
     loader.Variant("round_columns.cu", (("COMPENSATE", passed), ("MANTISSA", 3), ("MAX", 448), ("FINEST", 9)))
     for passed in (0, 1)

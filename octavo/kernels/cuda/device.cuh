@@ -129,6 +129,13 @@ DEVICE float reciprocal_approximately(float x) {
     return value;
 }
 
+// An 8 x 8 matrix of 16-bit values, lane (g, t) of the warp holding row g, columns 2t and 2t + 1 -> its transpose.
+DEVICE u32 transpose_8x8(u32 pair) {
+    u32 result;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
+    return result;
+}
+
 // c += a b, a 16 x 16 row-major, b 16 x 8 column-major, FP32 accumulation (PTX ISA, mma.m16n8k16).
 DEVICE void mma_fp16(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "

@@ -1,0 +1,132 @@
+"""One token a row through a decoder: packed products, and between them one kernel where Transformers has many.
+
+Llama, Mistral, Qwen2 and Qwen3, with weights in FP8 or 16 bit. A step depends on no value on the host, so that a CUDA
+graph can hold it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import DynamicCache
+
+from octavo.base.errors import UnsupportedError
+from octavo.integrations.float8_cache import window_of
+from octavo.integrations.fused import ACTIVATIONS
+from octavo.integrations.measuring import decoder
+from octavo.modules.packed import PackedLinears
+from octavo.ops.attention import CachedKV, attend
+from octavo.ops.decode import HeadNorms, Positions, gate, residual_norm, rotate_and_append
+
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+MOVING_ROTARY = ("dynamic", "longrope")  # whose tables depend on how long the sequence is
+
+
+@dataclass(frozen=True)
+class _Norm:
+    weight: torch.Tensor
+    epsilon: float
+
+    @classmethod
+    def of(cls, module: nn.Module) -> _Norm:
+        return cls(cast(nn.Parameter, module.weight).detach(), float(cast(Any, module).variance_epsilon))
+
+
+@dataclass(frozen=True)
+class _Layer:
+    before: _Norm
+    qkv: PackedLinears
+    head_norms: HeadNorms | None
+    o: PackedLinears
+    between: _Norm
+    gate_up: PackedLinears
+    down: PackedLinears
+    window: int
+    scaling: float
+
+
+class DecoderStep:
+    """tokens [B] -> logits [B, V], keys and values appended to a cache of each layer.
+
+    Weights are the model's own; those of q, k, v and of gate, up become views of packed ones. UnsupportedError, with
+    the reason: an architecture, a layer or a rotary embedding that a step does not know.
+    """
+
+    def __init__(self, model: nn.Module, capacity: int) -> None:
+        config = cast(Any, model).config
+        _refuse(model, config)
+        base = cast(Any, decoder(model))
+        self.embedding = base.embed_tokens
+        self.head = cast(Any, model).get_output_embeddings()
+        self.final = _Norm.of(base.norm)
+        self.heads, self.kv_heads = int(config.num_attention_heads), int(config.num_key_value_heads)
+        self.activation = ACTIVATIONS[config.hidden_act]
+        self.dtype, device = self.embedding.weight.dtype, self.embedding.weight.device
+        windows = [window_of(layer) or 0 for layer in DynamicCache(config=config).layers]
+        self.layers = [_layer(layer, window) for layer, window in zip(base.layers, windows, strict=True)]
+        self.width = int(base.layers[0].self_attn.head_dim)
+        places = torch.arange(capacity, device=device)[None]
+        cosine, sine = base.rotary_emb(torch.empty(0, dtype=self.dtype, device=device), places)
+        self.tables = [table[0, :, : self.width // 2].contiguous() for table in (cosine, sine)]
+
+    def __call__(
+        self,
+        tokens: torch.Tensor,
+        caches: Sequence[CachedKV],
+        length: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        padding: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """length: int32 [1], tokens in the caches. mask: uint8 [B, capacity], zero where a row has none; padding: int32
+        [B], how many of those are before its first."""
+        positions = Positions(self.tables[0], self.tables[1], padding)
+        residual = self.embedding(tokens)
+        delta: torch.Tensor | None = None
+        for layer, kv in zip(self.layers, caches, strict=True):
+            x = residual_norm(delta, residual, layer.before.weight, layer.before.epsilon)
+            q = rotate_and_append(layer.qkv(x), kv, self.heads, positions, length, layer.head_norms)
+            y = attend(q, kv, layer.scaling, 1, length=length, mask=mask, window=layer.window)
+            delta = layer.o(y.reshape(len(tokens), -1))
+            x = residual_norm(delta, residual, layer.between.weight, layer.between.epsilon)
+            delta = layer.down(gate(layer.gate_up(x), self.activation))
+        return cast(torch.Tensor, self.head(residual_norm(delta, residual, self.final.weight, self.final.epsilon)))
+
+
+def _layer(layer: Any, window: int) -> _Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    norms = None
+    if (q_norm := getattr(attention, "q_norm", None)) is not None:
+        queries, keys = _Norm.of(q_norm), _Norm.of(attention.k_norm)
+        norms = HeadNorms(queries.weight, keys.weight, queries.epsilon)
+    return _Layer(
+        before=_Norm.of(layer.input_layernorm),
+        qkv=PackedLinears([attention.q_proj, attention.k_proj, attention.v_proj]),
+        head_norms=norms,
+        o=PackedLinears([attention.o_proj]),
+        between=_Norm.of(layer.post_attention_layernorm),
+        gate_up=PackedLinears([mlp.gate_proj, mlp.up_proj]),
+        down=PackedLinears([mlp.down_proj]),
+        window=window,
+        scaling=float(attention.scaling),
+    )
+
+
+def _refuse(model: nn.Module, config: Any) -> None:
+    what, kind = "one graph for a decoding step", getattr(config, "model_type", None)
+    fix = "Use model.generate without it."
+    if kind not in ARCHITECTURES:
+        raise UnsupportedError(what, got=f"model type '{kind}'", need=", ".join(ARCHITECTURES), fix=fix)
+    if config.hidden_act not in ACTIVATIONS:
+        raise UnsupportedError(what, got=f"activation '{config.hidden_act}'", need=", ".join(ACTIVATIONS), fix=fix)
+    rotary = config.rope_parameters.get("rope_type", "default")
+    if rotary in MOVING_ROTARY:
+        raise UnsupportedError(what, got=f"rotary embedding '{rotary}', which changes with the length", fix=fix)
+    hooked = [name for name, m in model.named_modules() if m._forward_hooks or m._forward_pre_hooks]
+    if hooked:
+        raise UnsupportedError(what, got=f"a hook on '{hooked[0]}'", need="a model without hooks", fix=fix)
+    if len({parameter.device for parameter in model.parameters()}) > 1:
+        raise UnsupportedError(what, got="a model on several devices", need="one", fix=fix)

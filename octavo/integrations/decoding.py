@@ -1,0 +1,257 @@
+"""Decoding for `model.generate`: a cache made once, and on a GPU one CUDA graph for a whole step.
+
+decoder = octavo.Decoder(model, capacity=4096).warmup()
+model.generate(**inputs, max_new_tokens=200, custom_generate=decoder)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self, cast
+
+import torch
+from torch import nn
+from transformers import Cache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+from octavo.base.errors import ConfigError, ShapeError, UnsupportedError
+from octavo.integrations.decoder_step import DecoderStep
+from octavo.integrations.float8_cache import StoredLayer, layer_scales, use_attention
+from octavo.integrations.measuring import cache_argument
+from octavo.modules.kv_storage import Granularity, KVStorage
+from octavo.ops.attention import why_not
+from octavo.store.scales import Scales
+
+STOP_TOKENS = 16
+POLL = 16  # steps between two looks at whether all rows have ended
+NONE = -1
+
+
+class Decoder:
+    """Greedy and sampled decoding with everything that changes from token to token in place.
+
+    model: Llama, Mistral, Qwen2 or Qwen3 on one device, weights in 16 bit or `octavo.load`'s FP8. Its q, k, v and gate,
+        up weights become views of packed ones; to train, load it again.
+    capacity: tokens of prompt and answer together that there is room for.
+    kv_cache: `token-head` or `tensor` (FP8; see Float8Cache, which `scales` are of) or `16bit`.
+    graph: default on a GPU, where it is what makes decoding fast; without, the same step runs op by op.
+
+    Greedy decoding happens on the device alone, up to POLL steps past the last end of a row, which are cut off. With a
+    sampler, a logits processor or other stopping criteria the logits of each step pass through them. A streamer gets
+    nothing: Transformers does not hand it to a loop of somebody else's.
+    UnsupportedError: beams, `return_dict_in_generate`, or a model that a step does not know. ShapeError: no room.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        capacity: int,
+        kv_cache: Granularity = "token-head",
+        scales: Scales | Path | str | Mapping[int, tuple[float, float]] | None = None,
+        graph: bool | None = None,
+    ) -> None:
+        if capacity < 2:
+            raise ConfigError("Decoder: capacity", got=str(capacity), need="2 tokens or more")
+        if kv_cache not in ("token-head", "tensor", "16bit") or (scales is not None and kv_cache != "tensor"):
+            raise ConfigError(
+                "Decoder: kv_cache", got=kv_cache, need="token-head, 16bit, or tensor, which takes scales"
+            )
+        self.model, self.capacity, self.kv_cache = model, capacity, kv_cache
+        self.step = DecoderStep(model, capacity)
+        self.device = self.step.embedding.weight.device
+        self.scales = layer_scales(scales, list(range(len(self.step.layers))))
+        self.graph = self.device.type == "cuda" if graph is None else graph
+        if self.device.type == "cuda":
+            kind = {"tensor": 0, "token-head": 1, "16bit": 2}[kv_cache]
+            if reason := why_not(self.step.width, self.device, self.step.dtype, kind):
+                raise UnsupportedError("Decoder", got=reason, fix="Use model.generate without it.")
+        use_attention(model)
+        self.state: _State | None = None
+
+    @torch.no_grad()
+    def warmup(self, batch: int = 1, *, padded: bool = False) -> Self:
+        """Allocate, compile and capture for `batch` rows: what the first call of that size would otherwise do.
+
+        padded: for prompts of different lengths, padded at the left.
+        """
+        if self.state is None or self.state.batch != batch or padded > self.state.padded:
+            self.state = None  # the memory of the other size first
+            self.state = _State(self, batch, padded)
+        return self
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        model: nn.Module,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList | None = None,
+        stopping_criteria: StoppingCriteriaList | None = None,
+        generation_config: GenerationConfig | None = None,
+        **inputs: Any,
+    ) -> torch.Tensor:
+        """What `generate` calls: input_ids int64 [B, P] -> [B, P + new]. inputs: `attention_mask` [B, P], if any."""
+        config = generation_config or GenerationConfig()
+        if model is not self.model:
+            raise ConfigError("Decoder", got="another model", need="the one it was made for")
+        if (config.num_beams or 1) > 1 or config.return_dict_in_generate or inputs.get("inputs_embeds") is not None:
+            got = "beams, return_dict_in_generate or inputs_embeds"
+            raise UnsupportedError("Decoder", got=got, fix="Use model.generate without custom_generate.")
+        batch, prompt = input_ids.shape
+        longest = int(config.max_length or 0)
+        if longest > self.capacity:
+            fix = f"Make the decoder with capacity={longest}, or ask for fewer new tokens."
+            raise ShapeError("Decoder", got=f"up to {longest} tokens", need=f"{self.capacity}, its capacity", fix=fix)
+        attention_mask = inputs.get("attention_mask")
+        padded = attention_mask is not None and not bool(attention_mask.all())
+        state = cast(_State, self.warmup(batch, padded=padded).state)
+        logits = state.prefill(input_ids.to(self.device), attention_mask if padded else None)
+        ends = _end_tokens(config, self.device)
+        state.start(prompt, ends, config)
+        processors, criteria = logits_processor or LogitsProcessorList(), stopping_criteria or StoppingCriteriaList()
+        alone = all(type(c) in (MaxLengthCriteria, EosTokenCriteria) for c in criteria)
+        if config.do_sample or len(processors) or not alone:
+            return _processed(state, logits, input_ids, config, processors, criteria)
+        answers = _greedy(state, logits, prompt, longest, ends)
+        return torch.cat((input_ids, answers.to(input_ids.device)), dim=1)
+
+
+class _State:
+    """What a batch size needs: caches, the buffers of a step, and its graph."""
+
+    def __init__(self, decoder: Decoder, batch: int, padded: bool) -> None:
+        self.decoder, self.batch, self.padded = decoder, batch, padded
+        step, device = decoder.step, decoder.device
+        shape = batch, step.kv_heads, 0, step.width
+        like = torch.empty(shape, dtype=step.dtype, device=device)
+        self.storages = [
+            KVStorage(decoder.kv_cache, decoder.scales.get(i, (1.0, 1.0)), decoder.capacity)
+            for i in range(len(step.layers))
+        ]
+        for storage in self.storages:
+            storage.kv = storage.allocate(like, like, decoder.capacity)
+        self.tokens = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.length = torch.zeros(1, dtype=torch.int32, device=device)
+        self.padding = torch.zeros(batch, dtype=torch.int32, device=device)
+        self.mask = torch.ones(batch, decoder.capacity, dtype=torch.uint8, device=device)
+        self.history = torch.zeros(batch, decoder.capacity + 1, dtype=torch.int64, device=device)
+        self.ended = torch.zeros(batch, dtype=torch.bool, device=device)
+        self.stops = torch.full((STOP_TOKENS,), NONE, dtype=torch.int64, device=device)
+        self.pad = torch.zeros(1, dtype=torch.int64, device=device)
+        self.captured: torch.cuda.CUDAGraph | None = None
+        if decoder.graph:
+            self._capture()
+
+    def prefill(self, prompt: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+        """The model's own forward over the prompt [B, P], with these caches -> logits [B, V] of its last tokens."""
+        model = cast(Any, self.decoder.model)
+        for storage in self.storages:
+            storage.reset()
+        options: dict[str, Any] = {cache_argument(model): Cache(layers=[StoredLayer(s) for s in self.storages])}
+        self.mask.fill_(1)
+        self.padding.zero_()
+        if attention_mask is not None:
+            seen = attention_mask.to(self.decoder.device)
+            self.mask[:, : seen.shape[1]] = seen
+            self.padding.copy_((seen == 0).sum(1))
+            options["attention_mask"] = seen
+            options["position_ids"] = (seen.cumsum(1) - 1).clamp(min=0)
+        logits = model(input_ids=prompt, use_cache=True, logits_to_keep=1, **options).logits[:, -1]
+        return cast(torch.Tensor, logits)
+
+    def start(self, prompt: int, ends: torch.Tensor | None, config: GenerationConfig) -> None:
+        """A prompt of so many tokens is in the caches."""
+        self.length.fill_(prompt)
+        self.ended.zero_()
+        self.stops.fill_(NONE)
+        if ends is not None:
+            self.stops[: len(ends)] = ends
+            self.pad.fill_(int(config._pad_token_tensor) if config._pad_token_tensor is not None else int(ends[0]))
+
+    def advance(self) -> None:
+        """One step: `logits` of `tokens`, of which the most likely become the next `tokens`."""
+        if self.captured is not None:
+            self.captured.replay()
+        else:
+            self._step()
+
+    def take(self, following: torch.Tensor) -> None:
+        """following int64 [B]: tokens behind those in the caches. Rows that have ended get the pad token."""
+        following = torch.where(self.ended, self.pad, following)
+        self.ended.logical_or_((following[:, None] == self.stops).any(1))
+        place = self.length.to(torch.int64).expand(self.batch, 1)
+        self.history.scatter_(1, place, following[:, None])
+        self.tokens.copy_(following)
+
+    def _step(self) -> None:
+        caches = [cast(Any, storage.kv) for storage in self.storages]
+        mask, padding = (self.mask, self.padding) if self.padded else (None, None)
+        self.logits = self.decoder.step(self.tokens, caches, self.length, mask, padding)
+        self.length.add_(1)
+        self.take(self.logits.argmax(-1))
+
+    def _capture(self) -> None:
+        stream = torch.cuda.Stream(self.decoder.device)  # type: ignore[no-untyped-call]
+        with torch.cuda.device(self.decoder.device), torch.cuda.stream(stream):
+            for _ in range(2):  # compiles, and lets cuBLAS allocate
+                self._step()
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                self._step()
+        self.captured = graph
+
+
+def _greedy(state: _State, logits: torch.Tensor, prompt: int, longest: int, ends: torch.Tensor | None) -> torch.Tensor:
+    state.take(logits.argmax(-1))
+    steps = longest - prompt - 1
+    for done in range(steps):
+        if ends is not None and done % POLL == 0 and bool(state.ended.all()):
+            break
+        state.advance()
+    else:
+        done = max(steps, 0)
+    answers = state.history[:, prompt : prompt + 1 + done]
+    if ends is not None:
+        stopped = (answers[..., None] == ends).any(-1)
+        first = torch.where(stopped.any(1), stopped.int().argmax(1), answers.shape[1] - 1)
+        answers = answers[:, : int(first.max()) + 1]
+    return answers
+
+
+def _processed(
+    state: _State,
+    logits: torch.Tensor,
+    input_ids: torch.Tensor,
+    config: GenerationConfig,
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+) -> torch.Tensor:
+    """Each step's logits pass through Transformers' processors, sampler and criteria."""
+    tokens = input_ids.to(logits.device)
+    while True:
+        scores = processors(tokens, logits.to(torch.float32))
+        if config.do_sample:
+            following = torch.multinomial(scores.softmax(-1), 1)[:, 0]
+        else:
+            following = scores.argmax(-1)
+        state.take(following)
+        tokens = torch.cat((tokens, state.tokens[:, None]), dim=1)
+        state.ended.logical_or_(criteria(tokens, scores))
+        if bool(state.ended.all()):
+            break
+        state.advance()
+        logits = state.logits
+    return tokens.to(input_ids.device)
+
+
+def _end_tokens(config: GenerationConfig, device: torch.device) -> torch.Tensor | None:
+    """int64 [n]: what ends a row, or None."""
+    ends = config._eos_token_tensor
+    if ends is None:
+        return None
+    ends = cast(torch.Tensor, ends).to(device).reshape(-1)
+    if len(ends) > STOP_TOKENS:
+        raise UnsupportedError("Decoder", got=f"{len(ends)} tokens that end a row", need=f"{STOP_TOKENS} at most")
+    return ends
