@@ -147,7 +147,7 @@ def run(n: int, k: int, tokens: list[int], sweep: bool) -> list[dict[str, object
     w = torch.randn(n, k, generator=generator, device="cuda", dtype=torch.bfloat16) * 0.02
     copies = max(2, FLUSH_BYTES // (n * k))
     wide = [w.clone() for _ in range(max(2, copies // 2))]
-    rows = []
+    rows, wrong = [], []
     for granularity in (PerRow(),) if sweep else (PerRow(), PerBlock(128, 128)):
         rule = Rule(granularity=granularity)
         weights = [quantize(w, rule) for _ in range(copies)]
@@ -163,8 +163,12 @@ def run(n: int, k: int, tokens: list[int], sweep: bool) -> list[dict[str, object
             found = []
             for plan in plans:
                 db = sqnr_db(w8a16.product(x, weights[0], None, plan), exact)
-                if db < FLOOR_DB[isinstance(plan, Terms)]:
-                    print(f"WRONG: M={m} {n}x{k} {rule.granularity} {plan}: {db:.1f} dB", flush=True)
+                if not db >= FLOOR_DB[isinstance(plan, Terms)]:
+                    wrong.append(f"M={m} {n}x{k} {rule.granularity} {plan}: {db:.1f} dB")
+                    print(f"WRONG: {wrong[-1]}", flush=True)
+                    if len(wrong) > 3:
+                        raise SystemExit("more than three kernels are wrong")
+                    continue
                 took = milliseconds(lambda q, x=x, plan=plan: w8a16.product(x, q, None, plan), weights)
                 found.append(row("octavo w8a16", rule, m, n, k, took, base, db, str(plan)))
             for name, call in others.items():
@@ -253,11 +257,10 @@ def main() -> int:
         table(found)
         sys.stdout.flush()
         rows += found
-    report = {"torch": torch.__version__, "device": str(caps_of("cuda")), "rows": rows}
-    if args.out:
-        args.out.write_text(json.dumps(report) + "\n")
-    else:
-        print(json.dumps(report))
+        if args.out:  # whatever stops the next shape
+            args.out.write_text(json.dumps(rows) + "\n")
+    if not args.out:
+        print(json.dumps(rows))
     return 0
 
 
