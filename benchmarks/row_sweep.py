@@ -82,12 +82,13 @@ def cases(m: int) -> dict[str, Callable[[], Case]]:
 
 def gated(m: int) -> Case:
     gate, up = rows(m, INNER), rows(m, INNER, 1)
-    blocks = [RowBlock(512, 4, 1, 3), RowBlock(512, 4, 1, 4, UNROLL), RowBlock(256, 7, 1, 6), RowBlock(448, 4, 1, 2)]
-    blocks += [RowBlock(448, 4, 1, 3), RowBlock(896, 2, 1, 1), RowBlock(896, 2, 1, 2, UNROLL)]
-    blocks += [RowBlock(448, 4, 2, 2, flags) for flags in ((), UNROLL)]
+    blocks = [RowBlock(512, 4, 1, 2), RowBlock(256, 7, 1, 5), RowBlock(384, 5, 1, 3), RowBlock(384, 5, 1, 4, UNROLL)]
+    blocks += [RowBlock(896, 2, 1, 1), RowBlock(448, 4, 2, 2), RowBlock(448, 4, 2, 2, UNROLL), RowBlock(1024, 2, 2, 1)]
+    kept = (*UNROLL, "KEEP")
     for stages in (2, 3):
-        blocks += [RowBlock(896, 2, stages, 1, flags) for flags in ((), UNROLL, (*UNROLL, "KEEP"))]
-    blocks += [RowBlock(1024, 2, 2, 1), RowBlock(640, 3, 3, 1), RowBlock(448, 4, 3, 1, (*UNROLL, "KEEP"))]
+        blocks += [RowBlock(896, 2, stages, 1, flags) for flags in ((), UNROLL, kept)]
+        blocks += [RowBlock(608, 3, stages, 1, flags) for flags in (UNROLL, kept)]
+    blocks += [RowBlock(896, 2, 2, 1, (*kept, "HOLD")), RowBlock(448, 4, 3, 1, kept)]
     compute = lambda at: parts_of(fused.gated(gate[at], up[at], "silu"))  # noqa: E731
     return Case(compute, 7 * gate.numel(), False, blocks)
 
@@ -95,13 +96,13 @@ def gated(m: int) -> Case:
 def gated_backward(m: int) -> Case:
     dh, columns = rows(m, INNER), torch.rand(2 * INNER, device="cuda")
     _, gate, up = fused.gated(rows(m, INNER, 1), rows(m, INNER, 2), "silu")
-    blocks = [RowBlock(512, 4, 1, 3), RowBlock(256, 7, 1, 6), RowBlock(448, 4, 1, 2), RowBlock(448, 4, 1, 3)]
-    blocks += [RowBlock(896, 2, 1, 1), RowBlock(896, 2, 1, 1, UNROLL)]
-    blocks += [RowBlock(448, 4, 2, 2, flags) for flags in ((), UNROLL)]
+    blocks = [RowBlock(512, 4, 1, 2), RowBlock(256, 7, 1, 5), RowBlock(384, 5, 1, 4), RowBlock(896, 2, 1, 1)]
+    blocks += [RowBlock(896, 2, 1, 1, UNROLL), RowBlock(448, 4, 2, 2), RowBlock(448, 4, 2, 2, UNROLL)]
     for stages in (2, 3):
-        blocks += [RowBlock(896, 2, stages, 1, flags) for flags in ((), UNROLL, UNROLL + COLUMNS)]
-    blocks += [RowBlock(1024, 2, 2, 1), RowBlock(640, 3, 2, 1), RowBlock(448, 4, 3, 1, (*UNROLL, "HOLD"))]
-    blocks += [RowBlock(448, 4, 2, 1, UNROLL + COLUMNS)]
+        blocks += [RowBlock(896, 2, stages, 1), RowBlock(896, 2, stages, 1, UNROLL), RowBlock(608, 3, stages, 1)]
+        blocks += [RowBlock(608, 3, stages, 1, UNROLL)]
+    blocks += [RowBlock(608, 3, 2, 1, (*UNROLL, "HOLD")), RowBlock(448, 4, 2, 1, UNROLL + COLUMNS)]
+    blocks += [RowBlock(1024, 2, 2, 1), RowBlock(640, 3, 2, 1)]
 
     def compute(at: slice) -> tuple[torch.Tensor, ...]:
         g, u = (ScaledTensor(q.codes[at], q.scale[at], q.spec, q.granularity) for q in (gate, up))
@@ -240,6 +241,9 @@ def main() -> int:
         case, mine = cases(args.tokens)[name](), []
         for block in (None, *case.candidates):
             measure(name, case, block, mine)
+            if mine[0]["us"] == float("inf"):
+                print(f"{name}: {mine[0]['agrees']}")
+                return 1
         found += mine
         default, *rest = mine
         for row in (default, *sorted(rest, key=lambda row: row["us"])[: args.show]):

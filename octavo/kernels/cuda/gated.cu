@@ -226,17 +226,16 @@ NAME(const u16* gate, const u16* up, u8* codes, float* scale, u8* gate_codes, fl
 #pragma unroll
         for (int i = 0; i < 3; ++i) leave_amax(amax[i], amax_of_warp[turn % 2][i]);
         __syncthreads();
-        const auto scale_from = [&](int i, auto value_at) {
+        const auto scale_from = [&](int i) {
             return scale_of_row(take_amax(amax_of_warp[turn % 2][i]), rare, [&] {
                 float finite = 0.0f;
 #pragma unroll (UNROLL ? ROUNDS : 1)
-                for (int r = 0; r < ROUNDS; ++r) finite = larger(finite, finite_amax(value_at(r)));
+                for (int r = 0; r < ROUNDS; ++r)
+                    finite = larger(finite, finite_amax(i == 0 ? product_at(r) : at(i - 1, r)));
                 return finite;
             });
         };
-        const Scale s = scale_from(0, product_at);
-        const Scale gate_unit = scale_from(1, [&](int r) { return at(0, r); });
-        const Scale up_unit = scale_from(2, [&](int r) { return at(1, r); });
+        const Scale s = scale_from(0), gate_unit = scale_from(1), up_unit = scale_from(2);
         if (threadIdx.x == 0) scale[row] = s.value, gate_scale[row] = gate_unit.value, up_scale[row] = up_unit.value;
 #pragma unroll (UNROLL ? ROUNDS : 1)
         for (int r = 0; r < ROUNDS; ++r) {
