@@ -28,7 +28,7 @@ from octavo import E4M3, E5M2, FrozenFloat8Linear, PerBlock, PerGroup, PerRow, P
 from octavo.base.hardware import caps_of
 from octavo.formats.codec import decode, encode
 from octavo.formats.reference import dequantize_ref, quantize_ref
-from octavo.ops import extension, fused, native
+from octavo.ops import extension, fused, groups, native
 from octavo.ops.linear import linear
 from octavo.ops.lora import Projection, project
 from octavo.testing import FLOOR_DB, assert_sqnr, sqnr_db
@@ -331,6 +331,45 @@ def adapters_in_columns(device: str) -> str:
         want = seen @ dequantize_ref(w).double().mT + 2.0 * (seen @ a.mT) @ up.double().mT
         worst = min(worst, assert_sqnr(y, want, 45.0, f"adapter in columns {m}x{n}x{k}"))
     return f"bits equal, worst product {worst:.1f} dB"
+
+
+@check
+def layers_per_block(device: str) -> str:
+    """Weights with scales per block: kernels against torch, and blocks of a layer against float64 autograd."""
+    if torch.device(device).type != "cuda" or caps_of(torch.device(device)).sm != (9, 0):
+        return "skipped: cuBLAS multiplies by such weights on sm90 only"
+    kernels, worst = fused.on_kernels, 999.0
+    for m, k in ((4, 128), (300, 4096), (128, 14336)):
+        x, y, z = (torch.randn(m, k, device=device, dtype=torch.bfloat16) * 2.0**i for i in (-3, 0, 3))
+        weight, results = torch.rand(k, device=device), []
+        for on in (True, False):
+            fused.on_kernels = lambda x, on=on: on
+            made = [
+                *groups.quantize_tokens(x, columns=weight, epsilon=1e-5),
+                groups.quantize_tokens(x, y, spare=128)[0],
+            ]
+            made += groups.gated(x, y, "silu")
+            results.append(made + list(groups.gated_backward(z, made[4], made[5], None, "silu")))
+        fused.on_kernels = kernels
+        for ours, theirs in zip(*results, strict=True):
+            mine, want = (dequantize_ref(p) if isinstance(p, octavo.ScaledTensor) else p for p in (ours, theirs))
+            worst = min(worst, assert_sqnr(mine, want, 40.0, f"{m}x{k}"))
+    for m, n, k, rank in ((4, 128, 128, 4), (300, 1024, 512, 16), (300, 640, 4096, 48), (300, 512, 4096, 0)):
+        x = torch.randn(m, k, device=device, dtype=torch.bfloat16, requires_grad=True)
+        wide = x.detach().double().requires_grad_()
+        w = octavo.quantize(torch.randn(n, k, device=device) / k**0.5, Rule(granularity=PerBlock(128, 128)))
+        a, b = (torch.randn(s, device=device).div(s[1] ** 0.5).requires_grad_() for s in ((rank, k), (n, max(rank, 1))))
+        (y,) = project(x, [Projection(w, None, a, b) if rank else Projection(w)])
+        grad = torch.randn_like(y)
+        adapter = [a, b] if rank else []
+        found = torch.autograd.grad(y, [x, *adapter], grad)
+        seen = wide + (dequantize_ref(quantize_ref(x.detach(), E4M3, PerGroup(128))).double() - wide).detach()
+        want = seen @ dequantize_ref(w).double().mT
+        want = want + (seen @ a.double().mT) @ b.double().mT if rank else want
+        worst = min(worst, assert_sqnr(y, want, 45.0, f"output {m}x{n}x{k}"))
+        for mine, theirs in zip(found, torch.autograd.grad(want, [wide, *adapter], grad.double()), strict=True):
+            assert_sqnr(mine, theirs, FLOOR_DB["linear", "e4m3", "normal"] - 1, f"gradients {m}x{n}x{k}")
+    return f"worst against torch, and of outputs, {worst:.1f} dB"
 
 
 @check

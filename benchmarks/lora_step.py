@@ -40,7 +40,7 @@ SEQUENCE, GIB = 4096, 2**30
 
 @dataclass(frozen=True)
 class Variant:
-    base: str  # bf16 | channel | codes: random ones, by channel
+    base: str  # bf16 | channel | block128 | codes: random ones, by channel
     micro: int  # sequences a step
     checkpointing: int = 0  # every n-th layer is run again in backward; 0: none
     liger: bool = True
@@ -64,6 +64,8 @@ VARIANTS = {
     "fused-2": Variant("channel", 2, fused=True),
     "fused-4": Variant("channel", 4, fused=True),
     "fused-full": Variant("channel", 4, fused=True, checkpointing=1),
+    "block-2": Variant("block128", 2, fused=True),
+    "block-4": Variant("block128", 4, fused=True),
 }
 LARGE = {
     "70b": Variant("codes", 1, fused=True),
@@ -91,7 +93,9 @@ def build(variant: Variant, shape: str, layers: int | None) -> nn.Module:
     else:
         adapt = get_peft_model if variant.fused else lambda model, lora: plain_peft(model, register(lora))
         if variant.base != "codes":
-            model = convert(model, Recipe.named(variant.base, activation="token"))
+            model = convert(
+                model, Recipe.named(variant.base, activation="group128" if variant.base == "block128" else "token")
+            )
         model = adapt(model, lora)
     if variant.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 
 from octavo.base.hardware import caps_of
 from octavo.formats.architectures import FUSED_DECODERS
-from octavo.formats.granularity import PerRow, PerTensor
+from octavo.formats.granularity import PerBlock, PerRow, PerTensor
 from octavo.integrations.lora_layer import Float8LoraLinear
 from octavo.modules.frozen import FrozenFloat8Linear
 from octavo.ops.backends import BACKENDS, Problem
@@ -178,20 +178,31 @@ def projections_of(
     found = []
     for layer in layers:
         projection = projection_of(layer)
-        if projection is None or not products_run(projection.weight.shape, x.device):
+        if projection is None:
+            return None
+        if isinstance(projection.weight.granularity, PerBlock):
+            run = blocks_run(projection.weight.shape, x.device) and x.shape[:-1].numel() % 4 == 0
+        else:
+            run = products_run(projection.weight.shape, x.device)
+        if not run:
             return None
         found.append(projection)
-    return found
+    by_blocks = [isinstance(projection.weight.granularity, PerBlock) for projection in found]
+    return found if len(set(by_blocks)) < 2 else None
 
 
 def projection_of(layer: nn.Module) -> Projection | None:
-    """The layer as a Projection: an FP8 linear per row or tensor, inputs per token, one plain adapter or none."""
+    """The layer as a Projection: an FP8 linear, one plain adapter or none.
+
+    Weights per row or tensor with inputs per token, or per 128 x 128 block with inputs per group of 128.
+    """
     base = layer.base_layer if isinstance(layer, Float8LoraLinear) else layer
     if _hooked(layer) or _hooked(base):  # hooks see inputs and outputs that do not exist here
         return None
-    if not isinstance(base, FrozenFloat8Linear) or base.activation != "token" or base.rule.spec.name != "e4m3":
+    if not isinstance(base, FrozenFloat8Linear) or base.rule.spec.name != "e4m3" or isinstance(base.weight, DTensor):
         return None
-    if not isinstance(base.rule.granularity, (PerRow, PerTensor)) or isinstance(base.weight, DTensor):
+    fits = {"token": (PerRow(), PerTensor()), "group128": (PerBlock(128, 128),)}
+    if base.rule.granularity not in fits.get(base.activation, ()):
         return None
     if base.bias is not None and not _frozen(base.bias):
         return None
@@ -228,3 +239,11 @@ def products_run(shape: tuple[int, ...], device: torch.device) -> bool:
     n, k = shape
     problems = [Problem(op, device.type, activation="token", n=n, k=k) for op in ("linear", "linear_dx")]
     return all(BACKENDS["native"].refuse(problem, caps_of(device)) is None for problem in problems)
+
+
+@lru_cache(maxsize=1024)
+def blocks_run(shape: tuple[int, ...], device: torch.device) -> bool:
+    """The same for a weight with scales per 128 x 128 block; dX takes them and the codes transposed."""
+    n, k = shape
+    problem = Problem("linear", device.type, tile=(128, 128), activation="group128", m=4, n=n, k=k)
+    return BACKENDS["native"].refuse(problem, caps_of(device)) is None

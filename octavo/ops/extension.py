@@ -8,6 +8,8 @@ floating-point format nothing but its smallest values. Errors: docs/numerics.md.
 
 For dX = [dY s | dU] [W | A]: the same with the bytes of W transposed, and the codes of A below them.
 
+With scales per group of x and block of W (octavo.ops.groups) the columns are groups of their own; nothing shrinks.
+
 Every function has two forms with the same bits, CUDA kernels and plain torch.
 """
 
@@ -23,13 +25,13 @@ import torch
 import torch.nn.functional as F
 
 from octavo.formats.codec import decode, encode
-from octavo.formats.granularity import PerRow
+from octavo.formats.granularity import Granularity, PerBlock, PerGroup, PerRow
 from octavo.formats.reference import dequantize_ref, quantize_ref
 from octavo.formats.scale import power_of_two_above
 from octavo.formats.scaled import ScaledTensor
 from octavo.formats.spec import E4M3
 from octavo.kernels.cuda import loader
-from octavo.ops import fused
+from octavo.ops import fused, groups
 
 TERMS = 3
 STEP = 16  # of the sizes that FP8 products take
@@ -55,14 +57,22 @@ class Downs:
     def rank(self) -> int:
         return self.unit.shape[0]
 
+    def weight(self, granularity: Granularity) -> ScaledTensor:
+        """As more rows of a weight of this granularity: codes without scales, which are in `unit`."""
+        shape = granularity.scale_shape(tuple(self.codes.shape))
+        return ScaledTensor(self.codes, torch.ones(shape, device=self.codes.device), E4M3, granularity)
+
     @property
     def room(self) -> int:
         return self.codes.shape[0]
 
 
-def room_for(k: int, rank: int) -> int:
-    """The columns that adapters of `rank` in all add to a product over k; 0 where they cost more than they save."""
-    return _columns(rank) if 2 * TERMS * rank <= k else 0
+def room_for(k: int, rank: int, w: ScaledTensor | None = None) -> int:
+    """The columns that adapters of `rank` in all add to a product over k; 0 where they cost more than they save.
+
+    w: a weight of that product; where it has scales per block there is no other way.
+    """
+    return _columns(rank) if 2 * TERMS * rank <= k or (w is not None and isinstance(w.granularity, PerBlock)) else 0
 
 
 def encode_downs(adapters: Sequence[torch.Tensor], scalings: Sequence[float]) -> Downs:
@@ -91,13 +101,15 @@ def append_products(q: ScaledTensor, downs: Downs, dtype: torch.dtype) -> tuple[
 
     The codes and scales of q are those of the result: where a token's scale grows, they change.
     """
-    one = _one(q.codes.device)
     count = -(-2 * downs.rank // STEP) * STEP
-    whole = F.ScalingType.TensorWise
-    # The sums of codes as they are, in long sums: this product is bound by reading q.
-    sums = F.scaled_mm(
-        q.as_float8(), downs.codes[:count].view(E4M3.dtype).mT, one, whole, one, whole, output_dtype=dtype
-    )
+    if isinstance(q.granularity, PerGroup):
+        a = downs.codes[:count]
+        unscaled = torch.ones(groups.BLOCK.scale_shape(tuple(a.shape)), device=a.device)
+        sums = groups.product(q, ScaledTensor(a, unscaled, E4M3, groups.BLOCK), dtype)
+    else:  # the sums of codes as they are, in long sums: this product is bound by reading q
+        one, whole = _one(q.codes.device), F.ScalingType.TensorWise
+        a = downs.codes[:count].view(E4M3.dtype)
+        sums = F.scaled_mm(q.as_float8(), a.mT, one, whole, one, whole, output_dtype=dtype)
     low = torch.empty((q.shape[0], downs.rank), dtype=dtype, device=sums.device)
     return _append(q, sums, downs, low), low
 
@@ -109,9 +121,12 @@ def append_gradients(q: ScaledTensor, low: torch.Tensor, downs: Downs) -> Scaled
 
 def extended(w: ScaledTensor, b: torch.Tensor, begin: int, downs: Downs) -> ScaledTensor:
     """[W | B] [N, K + room], B [N, r] that of the adapter whose rows of A begin at `begin`."""
-    w = w.per_row()
+    blocks = isinstance(w.granularity, PerBlock)
+    w = w if blocks else w.per_row()
     (n, k), rank, columns = w.shape, b.shape[1], _range(w.shape[1])
     if not fused.on_kernels(w.codes):
+        if blocks:
+            return _extended_blocks(w, b, begin, downs)
         unit = downs.unit[begin : begin + rank]
         nothing = w.scale.abs() < LEAST
         own, own_codes = torch.where(nothing, 1.0, w.scale), torch.where(nothing, 0, w.codes)
@@ -121,17 +136,33 @@ def extended(w: ScaledTensor, b: torch.Tensor, begin: int, downs: Downs) -> Scal
         fit = torch.where(torch.isfinite(largest) & (largest > 0), _fit(largest), 1.0)
         shrunk = torch.where(zeros, fit, _shrinkage(largest))
         leading, trailing = _terms(product / (columns * (own * shrunk)))
-        codes = torch.zeros((n, k + downs.room), dtype=torch.uint8, device=w.codes.device)
-        codes[:, :k] = _shrink(own_codes, shrunk)
-        for i, part in enumerate((leading, trailing, leading)):
-            codes[:, k + begin + i * downs.rank :][:, :rank] = part
+        codes = _with_terms(_shrink(own_codes, shrunk), leading, trailing, begin, downs)
         return ScaledTensor(codes, own * shrunk, E4M3, PerRow())
     codes = torch.empty((n, k + downs.room), dtype=torch.uint8, device=w.codes.device)
-    scale = torch.empty_like(w.scale)
+    scale = torch.empty(w.granularity.scale_shape((n, k + downs.room)), device=w.codes.device)
     sizes = (np.int32(size) for size in (n, k, rank, begin, downs.rank, downs.room))
     arguments = w.codes, w.scale, _master(b), downs.unit, codes, scale, np.float32(columns), *sizes
-    loader.launch(loader.Variant("ups.cu", ()), (-(-n // WARPS),), 32 * WARPS, arguments, codes)
-    return ScaledTensor(codes, scale, E4M3, PerRow())
+    variant = loader.Variant("ups.cu", (("BLOCKS", int(blocks)),))
+    loader.launch(variant, (-(-n // WARPS),), 32 * WARPS, arguments, codes)
+    return ScaledTensor(codes, scale, E4M3, w.granularity)
+
+
+def _extended_blocks(w: ScaledTensor, b: torch.Tensor, begin: int, downs: Downs) -> ScaledTensor:
+    product = b.detach().float() * downs.unit[begin : begin + b.shape[1]]
+    scale = _scale_of_largest(_largest(product.reshape(len(b) // 128, -1)))
+    leading, trailing = _terms(product / scale.repeat_interleave(128, 0))
+    codes = _with_terms(w.codes, leading, trailing, begin, downs)
+    return ScaledTensor(codes, torch.cat([w.scale, scale.expand(-1, downs.room // 128)], dim=1), E4M3, w.granularity)
+
+
+def _with_terms(
+    codes: torch.Tensor, leading: torch.Tensor, trailing: torch.Tensor, begin: int, downs: Downs
+) -> torch.Tensor:
+    n, k = codes.shape
+    wide = torch.cat([codes, codes.new_zeros(n, downs.room)], dim=1)
+    for i, part in enumerate((leading, trailing, leading)):
+        wide[:, k + begin + i * downs.rank :][:, : part.shape[1]] = part
+    return wide
 
 
 def sums_over_tokens(low: torch.Tensor, q: ScaledTensor) -> torch.Tensor:
@@ -139,16 +170,16 @@ def sums_over_tokens(low: torch.Tensor, q: ScaledTensor) -> torch.Tensor:
     (m, k), rank = q.shape, low.shape[1]
     if not fused.on_kernels(low) or not m:
         return low.float().mT @ dequantize_ref(q)
-    chunks, low = -(-m // CHUNK), low.contiguous()
+    chunks, low, grouped = -(-m // CHUNK), low.contiguous(), isinstance(q.granularity, PerGroup)
     sums = torch.empty((chunks, rank, k), device=low.device)
     for begin in range(0, rank, MOST_RANKS):
         part = (
             sums if rank <= MOST_RANKS else torch.empty((chunks, min(MOST_RANKS, rank - begin), k), device=low.device)
         )
         ranks = -(-part.shape[1] // 16)
-        defines = {"X_BF16": int(low.dtype == torch.bfloat16), "RANKS": ranks, "CHUNK": CHUNK}
-        sizes = np.int64(m), np.int32(k), np.int32(part.shape[1]), np.int64(q.codes.stride(0)), np.int64(rank)
-        arguments = q.codes, q.scale, low[:, begin:], part, *sizes
+        defines = {"X_BF16": int(low.dtype == torch.bfloat16), "RANKS": ranks, "CHUNK": CHUNK, "GROUPED": int(grouped)}
+        strides = (np.int64(size) for size in (q.codes.stride(0), rank, q.scale.stride(1)))
+        arguments = q.codes, q.scale, low[:, begin:], part, np.int64(m), np.int32(k), np.int32(part.shape[1]), *strides
         variant = loader.Variant("over_tokens.cu", tuple(defines.items()))
         loader.launch(variant, (-(-k // 256), chunks), 128, arguments, low)
         if part is not sums:
@@ -159,34 +190,33 @@ def sums_over_tokens(low: torch.Tensor, q: ScaledTensor) -> torch.Tensor:
 def _append(q: ScaledTensor, low: torch.Tensor, downs: Downs, kept: torch.Tensor | None) -> ScaledTensor:
     """kept: what `append_products` returns beside its codes, to fill; low are sums of codes then."""
     (m, k), rank, room, columns = q.shape, downs.rank, downs.room, _range(q.shape[1])
+    grouped = isinstance(q.granularity, PerGroup)
+    scale = q.scale.as_strided((m, (k + room) // 128), q.scale.stride()) if grouped else q.scale
     codes = q.codes.as_strided((m, k + room), (q.codes.stride(0), 1))
     if not fused.on_kernels(q.codes):
+        own = torch.ones_like(low[:, :1], dtype=torch.float32) if grouped else q.scale
         if kept is None:
-            u = low.float() * downs.unit / q.scale
+            u = low.float() * downs.unit / own
         else:
             total = low[:, :rank].float() + low[:, rank : 2 * rank].float()
-            kept.copy_(total * (q.scale * downs.unit))
-            u = total * columns
-        shrunk = _shrinkage(_largest(u))
+            kept.copy_(total * (own * downs.unit))
+            u = total if grouped else total * columns
+        shrunk = _scale_of_largest(_largest(u)) if grouped else _shrinkage(_largest(u))
         leading, trailing = _terms(u / shrunk)
-        codes[:, :k] = _shrink(q.codes, shrunk)
+        if grouped:
+            scale[:, k // 128 :] = shrunk
+        else:
+            codes[:, :k] = _shrink(q.codes, shrunk)
+            q.scale.mul_(shrunk)
         codes[:, k:] = torch.cat([leading, leading, trailing, codes.new_zeros(m, room - TERMS * rank)], dim=1)
-        q.scale.mul_(shrunk)
     elif m:
-        variant = loader.Variant(
-            "append.cu", (("X_BF16", int(low.dtype == torch.bfloat16)), ("FORWARD", int(kept is not None)))
-        )
-        sizes = (
-            np.int64(m),
-            np.int32(k),
-            np.int32(rank),
-            np.int32(room),
-            np.int32(low.stride(0)),
-            np.int64(codes.stride(0)),
-        )
-        arguments = low, downs.unit, codes, q.scale, kept, np.float32(columns), *sizes
+        forms = {"X_BF16": low.dtype == torch.bfloat16, "FORWARD": kept is not None, "GROUPED": grouped}
+        variant = loader.Variant("append.cu", tuple((name, int(value)) for name, value in forms.items()))
+        sizes = (np.int32(size) for size in (k, rank, room, low.stride(0)))
+        strides = np.int64(codes.stride(0)), np.int64(scale.stride(1))
+        arguments = low, downs.unit, codes, scale, kept, np.float32(columns), np.int64(m), *sizes, *strides
         loader.launch(variant, (-(-m // WARPS),), 32 * WARPS, arguments, low)
-    return ScaledTensor(codes, q.scale, E4M3, PerRow())
+    return ScaledTensor(codes, scale, E4M3, q.granularity)
 
 
 def _columns(rank: int) -> int:
@@ -211,6 +241,11 @@ def _largest(value: torch.Tensor) -> torch.Tensor:
 
 def _fit(largest: torch.Tensor) -> torch.Tensor:
     return power_of_two_above(largest / torch.full_like(largest, E4M3.max))
+
+
+def _scale_of_largest(largest: torch.Tensor) -> torch.Tensor:
+    fits = torch.isfinite(largest) & (largest > 0)
+    return torch.where(fits, largest / torch.full_like(largest, E4M3.max), 1.0)
 
 
 def _shrinkage(largest: torch.Tensor) -> torch.Tensor:

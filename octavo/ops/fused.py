@@ -117,13 +117,7 @@ def gated_backward(
     """
     m, k = dh.shape
     if not on_kernels(dh):
-        g = dequantize_ref(gate).requires_grad_()
-        u = dequantize_ref(up)
-        with torch.enable_grad():
-            value = activate(g, activation)
-            slope = torch.autograd.grad(value.sum(), g)[0]
-        dgate = (dh.float() * u * slope).to(dh.dtype)
-        dup = (dh.float() * value.detach()).to(dh.dtype)
+        dgate, dup = gated_gradients(dh, dequantize_ref(gate), dequantize_ref(up), activation)
         return dgate, dup, quantize_tokens(dgate, dup, columns=columns, spare=spare)[0]
     dgate, dup = dh if reuse else torch.empty_like(dh), torch.empty_like(dh)
     q = ScaledTensor(
@@ -136,6 +130,17 @@ def gated_backward(
         read = dh, gate.codes, gate.scale, up.codes, up.scale, columns
         _launch_gated((*read, dgate, dup, q.codes, q.scale), dh, activation, 2 * k + spare, backward=True)
     return dgate, dup, q
+
+
+def gated_gradients(
+    dh: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """dGate, dUp in the dtype of dh, by autograd; gate and up float32."""
+    gate = gate.requires_grad_()
+    with torch.enable_grad():
+        value = activate(gate, activation)
+        slope = torch.autograd.grad(value.sum(), gate)[0]
+    return (dh.float() * up * slope).to(dh.dtype), (dh.float() * value.detach()).to(dh.dtype)
 
 
 def low_rank(q: ScaledTensor, adapters: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:

@@ -6,22 +6,24 @@ the quantization of dY, and what is left of W is its bytes, transposed. Adapters
 masters of any dtype; forward and backward see the same dequantized input. An RMSNorm before the group is part of it:
 its output is never written. The adapters' second products are columns of the FP8 products (octavo.ops.extension).
 
-Weights are E4M3 per row or tensor, inputs are quantized per token. Shapes: x [..., K], W [N, K], A [r, K], B [N, r].
+Weights are E4M3 per row or tensor with inputs quantized per token, or per 128 x 128 block with inputs per group of 128;
+one kind in a group. Shapes: x [..., K], W [N, K], A [r, K], B [N, r].
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from octavo.formats.granularity import PerRow
+from octavo.formats.granularity import PerBlock, PerRow
 from octavo.formats.scaled import ScaledTensor
-from octavo.ops import extension, fused, native
+from octavo.ops import extension, fused, groups, native
 
 _PER_TOKEN = PerRow()
+_Input = tuple[ScaledTensor, torch.Tensor | None]  # quantized; the inverse of the norm's root mean square
 
 
 @dataclass(frozen=True)
@@ -85,11 +87,12 @@ class _Project(torch.autograd.Function):
         *adapters: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         flat = _matrix(x)
-        q, rstd = _quantize_input(flat, norm, _room(flat.shape[1], projections))
+        q, rstd = _quantize_input(flat, norm, projections, _room(flat.shape[1], projections))
         outputs, low = _outputs(q, projections, x.dtype)
         ctx.norm, ctx.projections, ctx.shape, ctx.dtype = norm, projections, x.shape, x.dtype
         kept = (None, None) if x_stays else (q.codes, q.scale)
-        ctx.save_for_backward(flat if x_stays or _needs_x(norm) else None, rstd, *kept, low, *adapters)
+        x_kept = flat if x_stays or _needs_x(norm, projections) else None
+        ctx.save_for_backward(x_kept, rstd, *kept, low, *adapters)
         return tuple(y.reshape(*x.shape[:-1], y.shape[1]) for y in outputs)
 
     @staticmethod
@@ -98,9 +101,9 @@ class _Project(torch.autograd.Function):
         projections = _with_adapters(ctx.projections, adapters)
         flat = [_matrix(grad) for grad in grads]
         if codes is None:
-            q = _quantize_input(x, ctx.norm, 0)[0]
+            q = _quantize_input(x, ctx.norm, projections, 0)[0]
         else:
-            q = ScaledTensor(codes, scale, ctx.projections[0].weight.spec, _PER_TOKEN)
+            q = _quantized(codes, scale, projections)
         steps = _Backward(projections, flat, q, low, ctx.dtype)
         dx = steps.input_gradient() if ctx.needs_input_grad[0] else None
         dx = _through_norm(dx, x, q, ctx.norm, rstd, ctx.shape)
@@ -120,22 +123,21 @@ class _GatedMlp(torch.autograd.Function):
         *adapters: torch.Tensor,
     ) -> torch.Tensor:
         flat = _matrix(x)
-        q, rstd = _quantize_input(flat, norm, _room(flat.shape[1], (gate, up)))
+        q, rstd = _quantize_input(flat, norm, (gate, up), _room(flat.shape[1], (gate, up)))
         (gated, upper), low = _outputs(q, (gate, up), x.dtype)
-        h, *kept = fused.gated(gated, upper, activation, spare=_room(gated.shape[1], (down,)))
+        h, *kept = _steps((gate,)).gated(gated, upper, activation, spare=_room(gated.shape[1], (down,)))
         del gated, upper
         (y,), low_down = _outputs(h, (down,), x.dtype)
         ctx.norm, ctx.projections, ctx.activation = norm, (gate, up, down), activation
         ctx.shape, ctx.dtype = x.shape, x.dtype
         quantized = [part for value in (q, h, *kept) for part in (value.codes, value.scale)]
-        ctx.save_for_backward(flat if _needs_x(norm) else None, rstd, *quantized, low, low_down, *adapters)
+        ctx.save_for_backward(flat if _needs_x(norm, (gate,)) else None, rstd, *quantized, low, low_down, *adapters)
         return y.reshape(*x.shape[:-1], y.shape[1])
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         x, rstd, *rest = ctx.saved_tensors
-        spec = ctx.projections[0].weight.spec
-        q, h, gate, up = (ScaledTensor(rest[i], rest[i + 1], spec, _PER_TOKEN) for i in (0, 2, 4, 6))
+        q, h, gate, up = (_quantized(rest[i], rest[i + 1], ctx.projections) for i in (0, 2, 4, 6))
         low, low_down, *adapters = rest[8:]
         *inner, down = _with_adapters(ctx.projections, adapters)
         needs = ctx.needs_input_grad[6:]
@@ -143,7 +145,8 @@ class _GatedMlp(torch.autograd.Function):
         last = _Backward([down], [_matrix(grad)], h, low_down, ctx.dtype)
         of_down = last.adapter_gradients(needs[4:])
         dh, columns, room = last.input_gradient(), _row_scales(inner), _room(2 * h.shape[1], inner)
-        dgate, dup, quantized = fused.gated_backward(dh, gate, up, columns, ctx.activation, spare=room, reuse=True)
+        backward = _steps(inner).gated_backward
+        dgate, dup, quantized = backward(dh, gate, up, columns, ctx.activation, spare=room, reuse=True)
         first = _Backward(inner, [dgate, dup], q, low, ctx.dtype, quantized)
         del dh, dgate, dup, quantized
         dx = first.input_gradient() if ctx.needs_input_grad[0] else None
@@ -175,16 +178,18 @@ class _Backward:
 
     def input_gradient(self) -> torch.Tensor:
         quantized, self.quantized = self.quantized, None
-        codes = [p.weight.codes for p in self.projections]
-        room = _room(sum(len(part) for part in codes), self.projections)
+        weights = [p.weight for p in self.projections]
+        room = _room(sum(len(w.codes) for w in weights), self.projections)
         if quantized is None:
             columns = _row_scales(self.projections)
-            quantized = fused.quantize_tokens(*self.grads, columns=columns, spare=room)[0]
+            quantized = _steps(self.projections).quantize_tokens(*self.grads, columns=columns, spare=room)[0]
         if room:
             downs = _downs(self.adapters)
             quantized = extension.append_gradients(quantized, self.low_gradient, downs)
-            codes.append(downs.codes)
-        dx = native.product_with_codes(quantized, fused.transposed(*codes), self.dtype)
+            weights.append(downs.weight(weights[0].granularity))
+        if _by_blocks(self.projections):
+            return groups.product(quantized, groups.transposed(weights), self.dtype)
+        dx = native.product_with_codes(quantized, fused.transposed(*(w.codes for w in weights)), self.dtype)
         if self.adapters and not room:  # one pass over dx for all of them
             scaled = [adapter.a.to(self.dtype) * adapter.scaling for adapter in self.adapters]
             dx.addmm_(self.low_gradient, torch.cat(scaled))
@@ -229,7 +234,8 @@ def _rank(projections: Sequence[Projection]) -> int:
 
 def _room(k: int, projections: Sequence[Projection]) -> int:
     """The columns that a product over k is given for the adapters."""
-    return extension.room_for(k, _rank(projections))
+    rank = _rank(projections)
+    return extension.room_for(k, rank, projections[0].weight) if rank else 0
 
 
 def _downs(adapters: Sequence[_Adapter]) -> extension.Downs:
@@ -253,7 +259,8 @@ def _outputs(
     elif adapters:
         parts = fused.low_rank(q, [adapter.a for adapter in adapters], dtype)
         low = torch.cat([part * adapter.scaling for part, adapter in zip(parts, adapters, strict=True)], dim=1)
-    outputs = [native.scaled_mm(_narrow(q, w), w, dtype) for w in weights]
+    product = groups.product if _by_blocks(projections) else native.scaled_mm
+    outputs = [product(_narrow(q, w), w, dtype) for w in weights]
     for y, p in zip(outputs, projections, strict=True):
         if p.bias is not None:
             y += p.bias.to(dtype)
@@ -265,17 +272,33 @@ def _outputs(
 
 def _narrow(q: ScaledTensor, w: ScaledTensor) -> ScaledTensor:
     """q without the columns that a weight without an adapter lacks."""
-    return ScaledTensor(q.codes[:, : w.shape[1]], q.scale, q.spec, q.granularity)
+    codes = q.codes[:, : w.shape[1]]
+    return ScaledTensor(codes, q.scale[:, : q.granularity.scale_shape(tuple(codes.shape))[1]], q.spec, q.granularity)
 
 
-def _quantize_input(x: torch.Tensor, norm: Norm | None, room: int) -> tuple[ScaledTensor, torch.Tensor | None]:
+def _by_blocks(projections: Sequence[Projection]) -> bool:
+    return isinstance(projections[0].weight.granularity, PerBlock)
+
+
+def _steps(projections: Sequence[Projection]) -> Any:
+    """The functions that quantize as the weights need it: a module, octavo.ops.groups or octavo.ops.fused."""
+    return groups if _by_blocks(projections) else fused
+
+
+def _quantized(codes: torch.Tensor, scale: torch.Tensor, projections: Sequence[Projection]) -> ScaledTensor:
+    granularity = groups.GROUP if _by_blocks(projections) else _PER_TOKEN
+    return ScaledTensor(codes, scale, projections[0].weight.spec, granularity)
+
+
+def _quantize_input(x: torch.Tensor, norm: Norm | None, projections: Sequence[Projection], room: int) -> _Input:
+    quantize = _steps(projections).quantize_tokens
     if norm is None:
-        return fused.quantize_tokens(x, spare=room)
-    return fused.quantize_tokens(x, columns=norm.weight.float(), epsilon=norm.epsilon, spare=room)
+        return cast(_Input, quantize(x, spare=room))
+    return cast(_Input, quantize(x, columns=norm.weight.float(), epsilon=norm.epsilon, spare=room))
 
 
-def _needs_x(norm: Norm | None) -> bool:
-    return norm is not None and not norm.from_codes
+def _needs_x(norm: Norm | None, projections: Sequence[Projection]) -> bool:
+    return norm is not None and (not norm.from_codes or _by_blocks(projections))
 
 
 def _through_norm(
@@ -290,13 +313,13 @@ def _through_norm(
     if dx is None:
         return None
     if norm is not None:
-        dx = fused.norm_backward(dx, q if norm.from_codes or x is None else x, norm.weight.float(), rstd)
+        dx = fused.norm_backward(dx, q if x is None else x, norm.weight.float(), rstd)
     return dx.reshape(shape)
 
 
-def _row_scales(projections: Sequence[Projection]) -> torch.Tensor:
-    """The scales of the rows of all weights, one after the other, float32."""
-    return torch.cat([p.weight.per_row().scale.flatten() for p in projections])
+def _row_scales(projections: Sequence[Projection]) -> torch.Tensor | None:
+    """The scales of the rows of all weights, one after the other, float32; None where they have no such."""
+    return None if _by_blocks(projections) else torch.cat([p.weight.per_row().scale.flatten() for p in projections])
 
 
 def _with_adapters(projections: Sequence[Projection], adapters: Sequence[torch.Tensor | None]) -> list[Projection]:

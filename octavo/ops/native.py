@@ -74,7 +74,8 @@ def scaled_mm(a: ScaledTensor, b: ScaledTensor, dtype: torch.dtype, short_sums: 
         if a.granularity != PerGroup(128):
             raise ShapeError("scaled_mm with block128x128 weights", got=f"inputs per {a.granularity}", need="group128")
         recipes = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
-        scales = a.scale.mT.contiguous().mT, b.scale.mT  # cuBLAS reads the scales of a column by column
+        # cuBLAS reads the scales of a column by column, those of b in rows of a multiple of four.
+        scales = a.scale.mT.contiguous().mT, F.pad(b.scale, (0, -b.scale.shape[1] % 4)).mT
     elif isinstance(a.granularity, PerTensor) and isinstance(b.granularity, PerTensor):
         recipes = F.ScalingType.TensorWise, F.ScalingType.TensorWise
         scales = a.scale, b.scale
@@ -121,7 +122,7 @@ def quantize_tokens(
     (mean(x^2) + epsilon)^-1/2: the result is the normalized row, whose values are never written. Else rstd is None.
     The codes are the front of rows with `spare` bytes more, which are not written: room for columns of an adapter.
     """
-    parts = tuple(_aligned(part) for part in parts)
+    parts = tuple(aligned(part) for part in parts)
     m, ends = parts[0].shape[0], list(accumulate(part.shape[1] for part in parts))
     k, device = ends[-1], parts[0].device
     codes = roomy_codes(m, k, spare, device)
@@ -161,7 +162,7 @@ def _quantize(
 ) -> ScaledTensor:
     if not isinstance(rule.granularity, PerGroup):
         return quantize_tokens(x, columns=columns)[0]
-    x = _aligned(x)
+    x = aligned(x)
     m, k = x.shape
     defines = {"X_BF16": int(x.dtype == torch.bfloat16), "GROUPED": 1, "FOLD": int(columns is not None)}
     block = group_block(k)
@@ -180,7 +181,7 @@ def _quantize(
     return ScaledTensor(codes, scale, rule.spec, rule.granularity)
 
 
-def _aligned(x: torch.Tensor) -> torch.Tensor:
+def aligned(x: torch.Tensor) -> torch.Tensor:
     """Rows that begin on 16 bytes, which is how they are loaded."""
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         return x.clone(memory_format=torch.contiguous_format)

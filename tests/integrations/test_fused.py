@@ -18,6 +18,7 @@ from octavo.testing import sqnr_db
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128, "tie_word_embeddings": False}
+WHOLE_BLOCKS = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_key_value_heads": 4}
 SPARSE = {"mixtral": {"num_local_experts": 4}, "qwen2_moe": {}, "qwen3_moe": {}}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 EXPERTS |= {"shared_expert_intermediate_size": 32, "decoder_sparse_step": 1, "mlp_only_layers": []}
@@ -39,9 +40,9 @@ FAMILIES = {
 OTHERS = {"olmo2": {}, "phi3": {"pad_token_id": 0}, "cohere": {"pad_token_id": 0}, "starcoder2": {}, "gpt_neox": {}}
 
 
-def build(family="llama", activation="token", dropout=0.0):
+def build(family="llama", activation="token", dropout=0.0, scheme="channel", sizes=None):
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **(SIZES | {**FAMILIES, **OTHERS}[family]))
+    config = AutoConfig.for_model(family, **(SIZES | {**FAMILIES, **OTHERS}[family] | (sizes or {})))
     attention = "eager" if family == "gemma2" else "sdpa"  # Transformers has no SDPA for soft caps
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
     with torch.no_grad():
@@ -50,7 +51,7 @@ def build(family="llama", activation="token", dropout=0.0):
                 parameter.copy_(torch.rand_like(parameter) + 0.5)
             if name.endswith("bias"):
                 parameter.copy_(torch.randn_like(parameter) / 50)
-    model = convert(model, Recipe.named("channel", activation=activation))
+    model = convert(model, Recipe.named(scheme, activation=activation))
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", *([] if family in SPARSE else fused.GATED)]
     return adapted(model, "all-linear" if family in OTHERS else targets, dropout)
 
@@ -290,3 +291,18 @@ def test_a_norms_weight_is_asked_once(monkeypatch):
     with torch.no_grad():
         norm.weight[:16] = 0
     assert not fused.norm_of(norm).from_codes and len(asked) == 3
+
+
+def test_weights_per_block(everywhere, plain, monkeypatch):
+    """Blocks of 128 x 128 with inputs per group; a number of tokens that cuBLAS does not take goes layer by layer."""
+    monkeypatch.setattr(fused, "blocks_run", lambda shape, device: everywhere.on)
+    model = build(scheme="block128", activation="group128", sizes=WHOLE_BLOCKS)
+    ids = tokens()[:, :8]
+    want = plain(model, input_ids=ids).logits
+    assert not everywhere
+    found = model(input_ids=ids)
+    found.logits.sum().backward()
+    assert everywhere == ["project", "project", "gated_mlp"] * 2
+    assert sqnr_db(found.logits.detach(), want) > 20
+    model(input_ids=tokens()[:1])
+    assert len(everywhere) == 6, "nine tokens"

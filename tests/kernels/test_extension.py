@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from octavo.formats.granularity import PerRow
+from octavo.formats.granularity import PerBlock, PerRow
 from octavo.formats.reference import dequantize_ref, quantize_ref
 from octavo.formats.scaled import ScaledTensor
 from octavo.formats.spec import E4M3
-from octavo.ops import extension, fused
+from octavo.ops import extension, fused, groups
 from octavo.testing import FLOOR_DB, assert_sqnr
 
 pytestmark = pytest.mark.usefixtures("on_host")
@@ -58,6 +58,30 @@ def test_more_columns_of_w(both, ranks, power):
     assert torch.equal(found.codes, want.codes) and torch.equal(found.scale, want.scale)
     assert found.codes[5, 7] == 0x7F
     assert bool((found.scale[0] > w.scale[0]).all()) is (power >= 0)
+
+
+def test_columns_of_groups_and_blocks(both):
+    """Scales per group of x and per block of W: columns with scales of their own, two groups of them here."""
+    w = quantize_ref(normal(256, 384), E4M3, PerBlock(128, 128))
+    b = normal(256, 40, seed=1) * torch.exp2(torch.arange(256.0) // 100)[:, None]
+    b[3, 5], low = NAN, normal(12, 44, seed=5).bfloat16()
+    low[1] = 0
+    downs = extension.encode_downs([normal(rank, 384, seed=rank) for rank in (4, 40)], [2.0, 0.5])
+
+    def run():
+        q, _ = groups.quantize_tokens(normal(12, 384).bfloat16(), spare=downs.room)
+        q.codes[2] = 0
+        forward, kept = extension.append_products(q, downs, torch.bfloat16)
+        q, _ = groups.quantize_tokens(normal(12, 384).bfloat16(), spare=downs.room)
+        sums = extension.sums_over_tokens(low, q)
+        assert_sqnr(sums, low.double().mT @ dequantize_ref(q).double(), FLOOR_DB["rounding", "bfloat16"])
+        return forward, extension.append_gradients(q, low, downs), extension.extended(w, b, 4, downs), kept
+
+    found, want = both(run)
+    assert torch.equal(found[3], want[3])
+    for mine, theirs in zip(found[:3], want[:3], strict=True):
+        assert torch.equal(mine.codes, theirs.codes) and torch.equal(mine.scale, theirs.scale)
+        assert mine.scale.shape[1] == 5 and mine.shape[1] == 640
 
 
 @pytest.mark.parametrize("m, k, rank", [(5, 16, 4), (1100, 72, 16), (300, 336, 60)])

@@ -60,11 +60,24 @@ VARIANTS += [
     loader.Variant("cast.cu", (("X_BF16", 1), ("AMAX", amax), ("SCALES", 2 + amax), ("THREADS", 256), ("ROUNDS", 4)))
     for amax in (0, 1)
 ]
-VARIANTS += [loader.Variant("downs.cu", ()), loader.Variant("ups.cu", ())]
+VARIANTS.append(loader.Variant("downs.cu", ()))
+VARIANTS += [loader.Variant("ups.cu", (("BLOCKS", blocks),)) for blocks in (0, 1)]
 VARIANTS += [
-    loader.Variant("over_tokens.cu", (("X_BF16", 1), ("RANKS", ranks), ("CHUNK", 1024))) for ranks in (1, 2, 3)
+    loader.Variant("groups.cu", (("X_BF16", 1), ("NORM", norm), ("THREADS", 512), ("ROUNDS", rounds)))
+    for norm, rounds in ((0, 8), (1, 4))
 ]
-VARIANTS += [loader.Variant("append.cu", (("X_BF16", 1), ("FORWARD", forward))) for forward in (0, 1)]
+VARIANTS += [
+    loader.Variant("gated_groups.cu", (("X_BF16", 1), ("BACKWARD", backward), ("GELU", gelu), ("THREADS", 256)))
+    for backward, gelu in ((0, 0), (0, 1), (1, 0), (1, 1))
+]
+VARIANTS += [
+    loader.Variant("over_tokens.cu", (("X_BF16", 1), ("RANKS", ranks), ("CHUNK", 1024), ("GROUPED", grouped)))
+    for ranks, grouped in ((1, 0), (2, 0), (3, 0), (3, 1))
+]
+VARIANTS += [
+    loader.Variant("append.cu", (("X_BF16", 1), ("FORWARD", forward), ("GROUPED", grouped)))
+    for forward, grouped in ((0, 0), (1, 0), (0, 1), (1, 1))
+]
 VARIANTS += [
     variant
     for head, kind in ((64, 0), (96, 1), (128, 0), (128, 1), (128, 2), (256, 1))

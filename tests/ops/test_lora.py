@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from octavo.formats.granularity import PerRow, PerTensor
+from octavo.formats.granularity import PerBlock, PerGroup, PerRow, PerTensor
 from octavo.formats.reference import dequantize_ref, quantize_ref
 from octavo.formats.spec import E4M3
 from octavo.ops.lora import Norm, Projection, gated_mlp, project
@@ -174,3 +174,41 @@ def test_no_tokens():
     (y,) = project(x, [p])
     y.sum().backward()
     assert y.shape == (0, 5, 48) and x.grad.shape == (0, 5, 64) and not p.a.grad.any()
+
+
+def in_groups(x):
+    """`rounded` as weights per block take it: through E4M3 per group of 128."""
+    flat = x.detach().float().flatten(0, -2)
+    return x + (dequantize_ref(quantize_ref(flat, E4M3, PerGroup(128))).reshape(x.shape).double() - x).detach()
+
+
+@pytest.mark.parametrize("rank", [0, 4, 60])
+def test_projections_per_block(rank):
+    k, block = 256, PerBlock(128, 128)
+    projections = [projection(n, k, seed, rank, granularity=block) for seed, n in enumerate((256, 128))]
+    norm = Norm(torch.rand(k, generator=torch.Generator().manual_seed(5)).bfloat16(), 1e-5, from_codes=True)
+    x = inputs(k).requires_grad_()
+    wide = x.detach().double().requires_grad_()
+    seen = in_groups(F.rms_norm(wide, (k,), norm.weight.double(), norm.epsilon))
+    parameters = [part for p in projections for part in p.adapter if part is not None]
+    compare(project(x, projections, norm), [oracle(p, seen) for p in projections], x, wide, parameters)
+
+
+def test_gated_mlp_per_block():
+    k, n, block = 128, 256, PerBlock(128, 128)
+    gate, up, down = (projection(*shape, i, granularity=block) for i, shape in enumerate(((n, k), (n, k), (k, n))))
+    x = inputs(k).requires_grad_()
+    wide = x.detach().double().requires_grad_()
+    seen = in_groups(wide)
+    want = oracle(down, in_groups(F.silu(oracle(gate, seen)) * oracle(up, seen)))
+    y = gated_mlp(x, gate, up, down, "silu")
+    assert sqnr_db(y, want) > QUANTIZED
+    parameters = [part for p in (gate, up, down) for part in p.adapter]
+    grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(7)).bfloat16()
+    y.backward(grad)
+    found = [x.grad, *(p.grad for p in parameters)]
+    for p in parameters:
+        p.grad = None
+    want.backward(grad.double())
+    for mine, theirs in zip(found, [wide.grad, *(p.grad for p in parameters)], strict=True):
+        assert sqnr_db(mine, theirs) > QUANTIZED - 5

@@ -11,32 +11,7 @@
 // Compiled per variant with: NAME, X_BF16, BACKWARD, GELU, THREADS, ROUNDS, STAGES, BLOCKS a multiprocessor, UNROLL (the
 // rounds), and what is kept in registers between the looks: HOLD the row (backward: its gradients), KEEP the product,
 // COLUMNS the columns for all rows. dGate may be dH's place. Needs K and pitch % 8 == 0; everything else contiguous.
-#include "rows.cuh"
-
-#define LOG2_E 1.4426950408889634f
-
-struct Activation {
-    float value, slope;
-};
-
-DEVICE Activation activation(float x) {
-#if GELU
-    const float inner = 0.7978845608028654f * (x + 0.044715f * x * x * x);  // sqrt(2 / pi)
-    const float tanh = 1.0f - 2.0f * reciprocal_approximately(1.0f + exp2_approximately(2.0f * LOG2_E * inner));
-    const float inner_slope = 0.7978845608028654f * (1.0f + 3.0f * 0.044715f * x * x);
-    return {0.5f * x * (1.0f + tanh), 0.5f * (1.0f + tanh) + 0.5f * x * (1.0f - tanh * tanh) * inner_slope};
-#else
-    const float sigmoid = reciprocal_approximately(1.0f + exp2_approximately(-LOG2_E * x));
-    return {x * sigmoid, sigmoid * (1.0f + x * (1.0f - sigmoid))};
-#endif
-}
-
-DEVICE Values product(const Values& gate, const Values& up) {
-    Values h;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) h.at[i] = activation(gate.at[i]).value * up.at[i];
-    return h;
-}
+#include "activation.cuh"
 
 DEVICE int column(int r) { return (r * THREADS + int(threadIdx.x)) * 8; }
 

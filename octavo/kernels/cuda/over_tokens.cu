@@ -5,10 +5,12 @@
 // tokens and columns a lane has is free as long as A and the result agree: tokens 4t to 4t + 3 of sixteen, columns
 // 8g to 8g + 7 of sixty-four, one for each of 8 products. A block takes 256 columns and CHUNK tokens and writes its own
 // sums, float32 [chunk, R, K]: whoever adds them has the same bits every time.
-// Compiled with: NAME, X_BF16, RANKS, CHUNK (a multiple of 128). Needs K and pitch % 8 == 0. NaN codes read as +-480.
+// GROUPED: scales are per group of 128 columns, those of a group `group_stride` apart, not per token.
+// Compiled with: NAME, X_BF16, RANKS, CHUNK (a multiple of 128), GROUPED. Needs K and pitch % 8 == 0. NaN codes read as +-480.
 #include "device.cuh"
 
 #define THREADS 128
+#define SETS (GROUPED ? 2 : 1)  // of scales that a block needs
 #define STAGE 128  // tokens of low in shared memory
 #define PITCH (STAGE + 16)  // 8 words past a multiple of 32: the rows of a half-warp are in different banks
 
@@ -27,8 +29,10 @@ DEVICE void turn(u32 (&w)[4]) {
 }
 
 KERNEL(THREADS, 1)
-NAME(const u8* codes, const float* scale, const u16* low, float* sums, i64 M, int K, int R, i64 pitch, i64 low_pitch) {
-    SHARED u16 turned[16 * RANKS][PITCH];  // low times scale, tokens along a row
+NAME(const u8* codes, const float* scale, const u16* low, float* sums, i64 M, int K, int R, i64 pitch, i64 low_pitch,
+     i64 group_stride) {
+    SHARED u16 turned[SETS][16 * RANKS][PITCH];  // low times scale, tokens along a row
+    const int set = GROUPED ? threadIdx.x / 64 : 0;
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int column = blockIdx.x * 256 + threadIdx.x / 32 * 64 + g * 8;
     const i64 first = i64(blockIdx.y) * CHUNK, end = first + CHUNK < M ? first + CHUNK : M;
@@ -43,8 +47,13 @@ NAME(const u8* codes, const float* scale, const u16* low, float* sums, i64 M, in
         for (int i = threadIdx.x; i < 16 * RANKS * STAGE; i += THREADS) {
             const int j = i % (16 * RANKS), token = i / (16 * RANKS);
             const bool inside = j < R && begin + token < end;
-            const float value = inside ? float_of(low[(begin + token) * low_pitch + j]) * scale[begin + token] : 0.0f;
-            turned[j][token] = bf16_of_float(value);
+            const float value = inside ? float_of(low[(begin + token) * low_pitch + j]) : 0.0f;
+#pragma unroll
+            for (int s = 0; s < SETS; ++s) {
+                const bool there = inside && (!GROUPED || blockIdx.x * 256 + s * 128 < K);
+                const float* of = scale + (GROUPED ? (i64(blockIdx.x) * 2 + s) * group_stride : 0);
+                turned[s][j][token] = bf16_of_float(there ? value * of[begin + token] : 0.0f);
+            }
         }
         __syncthreads();
 #pragma unroll 2
@@ -65,8 +74,8 @@ NAME(const u8* codes, const float* scale, const u16* low, float* sums, i64 M, in
             }
 #pragma unroll
             for (int r = 0; r < RANKS; ++r) {
-                const uint2 upper = *reinterpret_cast<const uint2*>(&turned[16 * r + g][group + 4 * t]);
-                const uint2 lower = *reinterpret_cast<const uint2*>(&turned[16 * r + g + 8][group + 4 * t]);
+                const uint2 upper = *reinterpret_cast<const uint2*>(&turned[set][16 * r + g][group + 4 * t]);
+                const uint2 lower = *reinterpret_cast<const uint2*>(&turned[set][16 * r + g + 8][group + 4 * t]);
                 const u32 a[4] = {upper.x, lower.x, upper.y, lower.y};
 #pragma unroll
                 for (int i = 0; i < 8; ++i) mma_bf16(sum[r][i], a, b[i]);

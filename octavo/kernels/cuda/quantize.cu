@@ -33,12 +33,7 @@ NAME(const u16* x, const float* columns, u8* codes, float* scale, i64 M, int K, 
         const i64 row = first + r;
         Values v = values(loaded[r]);
         if (FOLD) v = times(v, by);
-        float amax = amax_of_lanes(amax_of(v), 16);
-        if (larger(amax, exchange(amax, 16)) == INFINITE) {  // the same for the warp
-            const float finite = amax_of_lanes(finite_amax(v), 16);
-            amax = amax == INFINITE ? finite : amax;
-        }
-        const Scale s = scale_of(amax);
+        const Scale s = scale_of_group(v);
         if (row < M && k < K) store_codes(codes + row * K + k, v, s);
         if (row < M && group < groups && lane == 0) scale[row * row_stride + group * group_stride] = s.value;
     }

@@ -121,6 +121,16 @@ DEVICE float amax_of_lanes(float amax, int lanes) {
     return amax;
 }
 
+// The scale of the 128 values that 16 lanes hold. All lanes of the warp call it.
+DEVICE Scale scale_of_group(const Values& v) {
+    float amax = amax_of_lanes(amax_of(v), 16);
+    if (larger(amax, exchange(amax, 16)) == INFINITE) {  // the same for the warp
+        const float finite = amax_of_lanes(finite_amax(v), 16);
+        amax = amax == INFINITE ? finite : amax;
+    }
+    return scale_of(amax);
+}
+
 // Over the block: every thread leaves what it has, and after a barrier takes the result of all. Magnitudes compare like
 // their bits.
 DEVICE void leave_amax(float amax, u32* scratch) {

@@ -31,6 +31,9 @@ DEVICE float shrinkage(float largest) {
     return largest > 448.0f && largest < INFINITE ? power_of_two_above(largest / 448.0f) : 1.0f;
 }
 
+// With a scale of their own: the largest finite one is 448.
+DEVICE float scale_of_largest(float largest) { return largest > 0.0f && largest < INFINITE ? largest / 448.0f : 1.0f; }
+
 DEVICE float max_of_warp(float value) {
 #pragma unroll
     for (int mask = 16; mask > 0; mask /= 2) value = fmaxf(value, exchange(value, mask));
