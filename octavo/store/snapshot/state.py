@@ -95,7 +95,8 @@ class TrainingState:
         groups = {ADAPTER if self.partial else MODEL: self.weights()}
         if kind == "full":
             groups[OPTIMIZER] = dict(self._moments())
-        key = tuple((name, id(value), address(value)) for group in groups.values() for name, value in group.items())
+        values = [value for group in groups.values() for value in group.values()]
+        key = [*map(list, groups.values()), [*map(id, values)], [*map(address, values)]]
         known = self._laid_out.get((kind, rank, world))
         if known is None or known[0] != key:
             files = {}
