@@ -24,6 +24,7 @@ from octavo.ops.quantize import dequantize, quantize
 
 STORE_THREADS = 128
 LAYER, TOKEN_HEAD, SIXTEEN_BIT = 0, 1, 2  # what `KV` is to the kernels
+OVERLAP = True  # kernels of a step may be set up before the one before has ended
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,7 @@ def store(
         *(np.int64(stride) for stride in kv.keys.stride()[:2]),
     )
     grid = batch * tokens, -(-units // (STORE_THREADS // 32))
-    loader.launch(variant, grid, STORE_THREADS, arguments, k)
+    loader.launch(variant, grid, STORE_THREADS, arguments, k, OVERLAP)
 
 
 @dataclass(frozen=True)
@@ -234,8 +235,8 @@ def split_attention(
         np.float32(scaling),
     )
     first, second = attention_variants(head, q.dtype, kv.kind)
-    loader.launch(first, (splits, rows), 32 * block.warps, arguments, q)
-    loader.launch(second, (batch * q_heads,), head, (partial, length, out, *common), q)
+    loader.launch(first, (splits, rows), 32 * block.warps, arguments, q, OVERLAP)
+    loader.launch(second, (batch * q_heads,), head, (partial, length, out, *common), q, OVERLAP)
     return out
 
 

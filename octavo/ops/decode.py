@@ -13,6 +13,7 @@ import torch
 
 from octavo.kernels.cuda import loader
 from octavo.kernels.tiling import row_block
+from octavo.ops import attention
 from octavo.ops.attention import CachedKV, Rotary, append, on_kernels, store
 from octavo.ops.fused import activate
 
@@ -51,7 +52,7 @@ def residual_norm(
     defines = {"X_BF16": int(residual.dtype == torch.bfloat16), "THREADS": block.threads, "ROUNDS": block.rounds}
     variant = loader.Variant("residual_norm.cu", tuple(defines.items()))
     arguments = delta, residual, weight, y, np.float32(epsilon), np.int32(k)
-    loader.launch(variant, (m,), block.threads, arguments, residual)
+    loader.launch(variant, (m,), block.threads, arguments, residual, attention.OVERLAP)
     return y
 
 
@@ -102,7 +103,7 @@ def gate(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     defines = {"X_BF16": bf16, "THREADS": GATE_THREADS, "GELU": int(activation == "gelu_tanh")}
     variant = loader.Variant("gate.cu", tuple(defines.items()))
     grid = -(-k // (8 * GATE_THREADS)), m
-    loader.launch(variant, grid, GATE_THREADS, (gate_up, h, np.int32(k)), gate_up)
+    loader.launch(variant, grid, GATE_THREADS, (gate_up, h, np.int32(k)), gate_up, attention.OVERLAP)
     return h
 
 

@@ -154,8 +154,10 @@ def test_cache_is_private(tmp_path, monkeypatch):
 
 def test_forced_architecture(monkeypatch):
     assert loader.architecture((9, 0)) == "sm_90"
+    assert loader.may_overlap((9, 0)) and not loader.may_overlap((8, 9))
     monkeypatch.setattr(loader, "env", lambda: dataclasses.replace(real, arch="80"))
     assert loader.architecture((9, 0)) == "compute_80"
+    assert not loader.may_overlap((9, 0))  # that code does not wait
 
 
 real = loader.env()

@@ -166,6 +166,7 @@ NAME(const u16* q, const u8* keys, const u8* values, const float* k_scale, const
     const int eights = (group + 7) / 8;
     const int head_of_group = int(blockIdx.y) % eights * 8, kv = int(blockIdx.y) / eights;
     const int batch = kv / kv_heads, heads = group - head_of_group < 8 ? group - head_of_group : 8;
+    wait_for_previous_kernel();
     const Splits range = splits_of(length, added, window, splits, WARPS * STEP);
     if (int(blockIdx.x) >= range.count) return;
     const int begin = range.first + int(blockIdx.x) * range.size;

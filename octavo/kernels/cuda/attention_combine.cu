@@ -7,6 +7,7 @@
 
 KERNEL(HEAD, 1)
 NAME(const float* partial, const int* length, u16* out, int splits, int added, int window) {
+    wait_for_previous_kernel();
     const Splits range = splits_of(length, added, window, splits, BLOCK);
     const i64 row = blockIdx.x;
     const float* from = partial + row * splits * (HEAD + 2);

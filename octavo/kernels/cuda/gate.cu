@@ -16,6 +16,7 @@ DEVICE float activation(float x) {
 KERNEL(THREADS, 1) NAME(const u16* gate_up, u16* h, int K) {
     const int k = (int(blockIdx.x) * THREADS + threadIdx.x) * 8;
     const i64 row = blockIdx.y;
+    wait_for_previous_kernel();
     if (k >= K) return;
     const Values gate = values(load_once(gate_up + row * 2 * K + k)), up = values(load_once(gate_up + (row * 2 + 1) * K + k));
     Values active;

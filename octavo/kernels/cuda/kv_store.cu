@@ -98,6 +98,7 @@ NAME(const u16* q, const u16* k, const u16* v, u16* q_out, u8* keys, u8* values,
     const int lane = threadIdx.x % 32, unit = int(blockIdx.y) * (THREADS / 32) + threadIdx.x / 32;
     const int batch = int(blockIdx.x) / tokens, token = int(blockIdx.x) % tokens;
     const int rotated = ROTARY ? q_heads : 0;
+    wait_for_previous_kernel();
     if (unit >= rotated + 2 * kv_heads) return;
     const int place = (length != nullptr ? *length : 0) + added + token;
     const int kind = unit < rotated ? 0 : unit < rotated + kv_heads ? 1 : 2;

@@ -129,16 +129,22 @@ def launch(
 
     device = x.device
     with torch.cuda.device(device):  # the device of x need not be the current one
-        kernel = load(variant, torch.cuda.get_device_capability(device))
+        sm = torch.cuda.get_device_capability(device)
+        kernel = load(variant, sm)
         if variant.shared > STATIC_SHARED:
             _allow_shared(variant, torch.cuda.current_device())
         stream = _stream(torch.cuda.current_stream(device).cuda_stream)
         addresses = [_address(argument) for argument in arguments]
-        early: dict[str, Any] = {"programmatic_stream_serialization": True} if overlap else {}
+        early: dict[str, Any] = {"programmatic_stream_serialization": True} if overlap and may_overlap(sm) else {}
         config = LaunchConfig(grid=grid, block=threads, shmem_size=variant.shared, **early)
         launch(stream, config, kernel, *addresses)
         if env().debug_sync:
             _check(variant, grid, arguments, device)
+
+
+def may_overlap(sm: tuple[int, int]) -> bool:
+    """Whether kernels compiled for this capability wait for the one before themselves (wait_for_previous_kernel)."""
+    return sm >= (9, 0) and int(architecture(sm).rpartition("_")[2]) >= 90
 
 
 def cache_folder() -> Path:

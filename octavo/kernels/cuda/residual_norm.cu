@@ -9,6 +9,7 @@ KERNEL(THREADS, 1)
 NAME(const u16* delta, u16* residual, const u16* weight, u16* y, float epsilon, int K) {
     SHARED float sum_of_warp[WARPS];
     const i64 row = blockIdx.x;
+    wait_for_previous_kernel();
     Values x[ROUNDS];
     float squares = 0.0f;
 #pragma unroll
