@@ -135,8 +135,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", default="1024,8192,32768,131072")
     parser.add_argument("--batches", default="1,8")
+    parser.add_argument("--overlap", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    attention.OVERLAP = args.overlap
     print(f"torch {torch.__version__}, {caps_of('cuda')}", flush=True)
     assert attention.why_not(HEAD, torch.device("cuda"), torch.bfloat16) is None
     report = {"torch": torch.__version__, "device": str(caps_of("cuda")), "least_db": gate(), "far": far()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import cast
 
 import torch
@@ -58,8 +59,12 @@ class PackedLinears:
 
 def _shared(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
     """The parameters below each other, of which they become views."""
-    if len(parameters) == 1:
-        return parameters[0].detach()
+    first, rows = parameters[0].detach(), sum(len(parameter) for parameter in parameters)
+    ends = list(accumulate(parameter.numel() for parameter in parameters))
+    offsets = [first.storage_offset() + end for end in (0, *ends[:-1])]
+    storages = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+    if len(storages) == 1 and [parameter.storage_offset() for parameter in parameters] == offsets:  # packed before
+        return first.as_strided((rows, *first.shape[1:]), first.stride())
     packed = torch.cat([parameter.detach() for parameter in parameters])
     begin = 0
     for parameter in parameters:

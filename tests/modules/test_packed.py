@@ -33,6 +33,8 @@ def test_same_results_in_shared_memory(kind, bias):
     packed = PackedLinears(layers)
     torch.testing.assert_close(packed(x), want)
     torch.testing.assert_close(torch.cat([layer(x) for layer in layers], dim=1), want)
+    again = PackedLinears(layers)
+    assert again.weight.data_ptr() == packed.weight.data_ptr() and torch.equal(again(x), packed(x))
     assert {layer.weight.untyped_storage().data_ptr() for layer in layers} == {
         packed.weight.untyped_storage().data_ptr()
     }
