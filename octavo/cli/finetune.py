@@ -17,6 +17,7 @@ RunFile = Annotated[
     Path | None,
     typer.Argument(metavar="RUN.yaml", help="Settings, with the names of the flags; flags win.", show_default=False),
 ]
+ATTENTIONS = "auto|flash_attention_3|flash_attention_2|sdpa|eager"
 SCHEDULES = "linear|cosine|constant|constant_with_warmup"
 CompletionOnly = Annotated[
     bool | None, option("Loss on answers only.", None, None, "--completion-only/--no-completion-only")
@@ -57,6 +58,7 @@ def finetune(
     context: Annotated[int | None, option("Tokens of a sample.", 1024)] = None,
     packing: Annotated[bool | None, option("Cut full samples.", None, None, "--packing/--no-packing")] = None,
     checkpointing: Annotated[str | None, option("What runs again.", "auto", "auto|none|selective|full")] = None,
+    attention: Annotated[str | None, option("Of Transformers.", "auto", ATTENTIONS)] = None,
     completion_only: CompletionOnly = None,
     seed: Annotated[int | None, option("Of adapters and order.", 0)] = None,
     report_to: Annotated[list[str] | None, option("tensorboard, wandb, trackio.", None, "NAME")] = None,

@@ -37,6 +37,7 @@ from octavo.workflows.training.settings import RESUME_MAY_CHANGE
 from octavo.workflows.training.settings import FinetuneConfig as FinetuneConfig
 from octavo.workflows.training.settings import FinetuneReport as FinetuneReport
 
+SETTINGS = {"model", "mode", "scheme", "activation", "checkpointing", "attention"}  # that a report repeats
 EVAL_CONTEXT = 512  # as octavo eval has it, so that the figures compare
 TINY_BATCH = 4096  # tokens an optimizer step sees; below it the gradient is mostly noise of the few samples
 
@@ -95,7 +96,7 @@ def finetune(config: FinetuneConfig) -> FinetuneReport:
         trainable=figures[0],
         adapted_layers=figures[1],
         fp8_layers=figures[2],
-        **config.model_dump(include={"model", "mode", "scheme", "activation", "checkpointing"}) | reasons,
+        **config.model_dump(include=SETTINGS) | reasons,
     )
     report.write(run.report)
     snapshots.close()

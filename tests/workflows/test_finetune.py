@@ -67,7 +67,7 @@ def test_report_and_run_folder(finished):
     }
     assert run.steps() == [6, 8]
     assert {p.name for p in run.adapter.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
-    decided = {"activation": "none", "checkpointing": "none"}
+    decided = {"activation": "none", "checkpointing": "none", "attention": "sdpa"}
     assert FinetuneConfig.parse(run.read_config()) == config.model_copy(update=decided)
     assert report.steps == 8 and report.fp8_layers == report.adapted_layers == 14
     assert report.tokens_per_step == 128 and "at most 128 tokens" in report.warnings[0]
@@ -218,6 +218,12 @@ def test_what_auto_stands_for_is_written_down(finished):
     assert (config.activation, config.checkpointing) == ("auto", "auto")
     assert report.activation == "none" and "needs a CUDA device" in report.activation_reason
     assert report.checkpointing == "none" and "CPU" in report.checkpointing_reason
+
+
+def test_an_attention_that_does_not_run_is_replaced(tiny_llama, text, tmp_path, caplog):
+    config = settings(tiny_llama, text, tmp_path / "run", max_steps=1, attention="flash_attention_2", save_every=0)
+    assert finetune(config).attention == "sdpa"
+    assert "attention flash_attention_2 does not run" in caplog.text
 
 
 def test_a_run_that_goes_on_keeps_the_activation_it_began_with(tiny_llama, text, tmp_path):

@@ -13,7 +13,7 @@ from octavo.formats.recipe import ACTIVATIONS, Recipe
 
 RESUME_MAY_CHANGE = frozenset(
     {"resume", "out", "max_steps", "epochs", "report_to", "device", "eval_every", "eval_tokens", "eval_data"}
-    | {"checkpointing"}
+    | {"checkpointing", "attention"}
     | {"save_every", "adapter_only_every", "keep", "keep_every", "keep_best", "snapshot_url", "grace", "spot"}
 )
 # Found by a sweep over learning rate, rank, layers and batch on the demo model and text, 20 to 60 steps of 256 to 1,024
@@ -46,12 +46,12 @@ class FinetuneConfig(Config):
     samples of exactly `context` tokens from the joined text (default for texts). completion_only: count the loss on
     answers only (default where the data says prompt and completion). checkpointing: `full` runs every layer again in
     backward, `selective` all of it but the attention; `auto` is `none` where the planner says that it fits, else
-    `full`. resume: `auto` continues `out` where it has something to continue, `must` insists, `never` wants a new
-    folder. save_every: steps that a kill costs at most; a snapshot is due twice as often. adapter_only_every,
-    eval_every: steps between; 0 for never; of adapter-only snapshots those since the last full one stay. keep,
-    keep_every, keep_best: full snapshots that stay: the last, those at multiples, the one with the best held-out
-    perplexity. snapshot_url: object storage to copy them to. grace: seconds for the last snapshot after SIGTERM, SIGINT
-    or (with spot) the notice of EC2.
+    `full`. attention: of Transformers; one that does not run is named in a warning, and sdpa or eager runs. resume:
+    `auto` continues `out` where it has something to continue, `must` insists, `never` wants a new folder. save_every:
+    steps that a kill costs at most; a snapshot is due twice as often. adapter_only_every, eval_every: steps between; 0
+    for never; of adapter-only snapshots those since the last full one stay. keep, keep_every, keep_best: full snapshots
+    that stay: the last, those at multiples, the one with the best held-out perplexity. snapshot_url: object storage to
+    copy them to. grace: seconds for the last snapshot after SIGTERM, SIGINT or (with spot) the notice of EC2.
     """
 
     model: str
@@ -85,6 +85,7 @@ class FinetuneConfig(Config):
     context: int = pydantic.Field(1024, ge=2)
     packing: bool | None = None
     checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
+    attention: Literal["auto", "flash_attention_3", "flash_attention_2", "sdpa", "eager"] = "auto"
     completion_only: bool | None = None
     seed: int = pydantic.Field(0, ge=0)
     report_to: tuple[str, ...] = ()
@@ -150,6 +151,7 @@ class FinetuneReport(Report):
     activation_reason: str
     checkpointing: str
     checkpointing_reason: str
+    attention: str
     steps: int
     resumed_from: int | None
     tokens_per_step: int

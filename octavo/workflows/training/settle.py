@@ -10,6 +10,7 @@ import torch
 from octavo.base.allocator import expandable_segments
 from octavo.base.errors import ConfigError
 from octavo.base.log import logger
+from octavo.integrations.attention import choose_attention
 from octavo.integrations.fast_path import Chosen, choose_activation
 from octavo.store.run import RunFolder
 from octavo.workflows.planner.memory import memory
@@ -20,7 +21,7 @@ from octavo.workflows.training.settings import FinetuneConfig
 
 
 def settle(config: FinetuneConfig, model: Any, run: RunFolder, folder: Path) -> tuple[FinetuneConfig, dict[str, str]]:
-    """The config without `auto`, and the reasons by their names in the report. Sets the activation on the model.
+    """The config without `auto`, and the reasons by their names in the report. Sets activation and attention.
 
     A run that goes on keeps the activation it began with.
     """
@@ -32,7 +33,8 @@ def settle(config: FinetuneConfig, model: Any, run: RunFolder, folder: Path) -> 
         mode, why = choose_checkpointing(config, folder, next(model.parameters()).device)
     logger().info("activation %s: %s", activation.activation, activation.reason)
     logger().info("checkpointing %s: %s", mode, why)
-    chosen = {"activation": activation.activation, "checkpointing": mode}
+    attention = choose_attention(model, config.attention)
+    chosen = {"activation": activation.activation, "checkpointing": mode, "attention": attention}
     return config.model_copy(update=chosen), {"activation_reason": activation.reason, "checkpointing_reason": why}
 
 
