@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
+from trl.models.selective_activation_checkpointing import enable_selective_activation_checkpointing
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -184,7 +185,9 @@ def build(config: dict[str, Any], setup: Setup) -> nn.Module:
                     model.model.layers.set_submodule(name, new)
         if setup.method == "lora":
             model = get_peft_model(model, lora_config(base, rank=setup.rank, alpha=32))
-        if setup.checkpointing == "full":
+        if setup.checkpointing == "selective":
+            enable_selective_activation_checkpointing(base)
+        if setup.recomputes:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             model.enable_input_require_grads()
     return model.train()

@@ -223,7 +223,6 @@ def why_not(config: PlanConfig, gpus: int = 1) -> str:
     """What octavo finetune does not run yet, or nothing."""
     cannot = {
         "method full": config.method == "full",
-        "checkpointing selective": config.checkpointing == "selective",
         "activations saved in FP8": config.saved_fp8,
         f"loss {config.loss}": config.loss != "tiled",
         "several GPUs: plan with --max-gpus 1": gpus > 1,

@@ -64,10 +64,10 @@ def _copies(setup: Setup) -> bool:
     return setup.method == "lora" and setup.adapters != "same" and setup.width == 2
 
 
-def selective_per_token(model: Model, setup: Setup, width: Width) -> float:
-    """Recomputing all but the matrix products and attention: their outputs stay."""
-    q, k, v, out = model.attention
-    return float(setup.width * (2 * model.hidden + q + k + v + out + 2 * width.ffn) + 4 * model.heads)
+def selective_per_token(model: Model, setup: Setup) -> float:
+    """Recomputing all but the attention: a layer's input, the attention's output and its normalizers stay."""
+    kept = 0.0 if model.family.scores else setup.width * model.attention[3] + 4.0 * model.heads
+    return stream(setup) * model.hidden + kept
 
 
 def stream(setup: Setup) -> int:
@@ -86,7 +86,7 @@ def blocks(model: Model, setup: Setup) -> tuple[float, float]:
         if setup.checkpointing == "none":
             kept += width.layers * whole
         elif setup.checkpointing == "selective":
-            kept += width.layers * min(whole, selective_per_token(model, setup, width) * setup.tokens)
+            kept += width.layers * selective_per_token(model, setup) * setup.tokens
         else:
             kept += width.layers * stream(setup) * model.hidden * setup.tokens
-    return kept, working if setup.checkpointing == "full" else 0.0
+    return kept, working if setup.recomputes else 0.0

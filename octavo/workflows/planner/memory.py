@@ -123,7 +123,7 @@ def _instants(model: Model, setup: Setup) -> dict[str, dict[str, float]]:
         },
         "last block's backward": {
             "activations": kept / model.layers + working,
-            "working set": max(scratch, rounding) if setup.checkpointing == "full" else scratch,
+            "working set": max(scratch, rounding) if setup.recomputes else scratch,
             "16-bit copies": max(block, left / model.layers),
             "gradients": max(0.0, made - missing),
         },
@@ -177,7 +177,7 @@ def _copies(model: Model, setup: Setup) -> tuple[float, float, float]:
     backward needs stay."""
     if not setup.casts:
         return 0.0, 0.0, 0.0
-    recompute = setup.checkpointing == "full"
+    recompute = setup.recomputes
     if setup.method == "lora":
         every = 2.0 * trained_parameters(model, setup)
         return every, 0.0 if recompute else every, every / model.layers

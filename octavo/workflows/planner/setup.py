@@ -44,6 +44,11 @@ class Setup:
         return self.micro * self.context
 
     @property
+    def recomputes(self) -> bool:
+        """Whether layers run again in backward, with `selective` all of them but the attention."""
+        return self.checkpointing != "none"
+
+    @property
     def casts(self) -> bool:
         """Whether autocast keeps 16-bit copies of float32 weights that train."""
         return self.width == 2 and self.sharding != "fsdp" and (self.method == "full" or self.adapters == "autocast")

@@ -119,8 +119,8 @@ def attention_flops(model: Model, setup: Setup) -> float:
 
 def _device(model: Model, setup: Setup, gpu: Gpu, kind: Rates, own: Backend) -> dict[str, float]:
     """Kind of work -> seconds the GPU needs for it in one pass."""
-    tokens, full, again = setup.tokens, setup.method == "full", setup.checkpointing != "none"
-    passes = (3 if full else 2) + (setup.checkpointing == "full")
+    tokens, full, again = setup.tokens, setup.method == "full", setup.checkpointing == "full"
+    passes = (3 if full else 2) + setup.recomputes
     gemm = sum(_gemm_seconds(setup, kind, width, tokens, passes) * width.layers for width in model.widths)
     head_rate = rates(gpu, False).gemm
     of_head = (3 if full else 2) + (setup.loss == "tiled")  # TRL makes the logits again in backward
@@ -161,13 +161,13 @@ def _moved(model: Model, setup: Setup, width: Width) -> float:
         backward += (4 if setup.adapters == "same" else 10) * linears
     elif setup.casts:  # between the float32 stream and 16-bit products
         forward, backward = forward + 4 * width.adapted_in, backward + 7 * linears
-    return forward * (2 if setup.checkpointing != "none" else 1) + backward
+    return forward * (1 + setup.recomputes) + backward
 
 
 def _moved_fp8(model: Model, setup: Setup, own: Backend) -> float:
     """Bytes per pass of Octavo's kernels beside their products: weights decoded or rounded, inputs rounded, results
     scaled."""
-    forwards = 1 + (setup.checkpointing == "full")
+    forwards = 1 + setup.recomputes
     into = sum(width.adapted_in * width.layers for width in model.widths) * setup.tokens
     out = sum(width.adapted_out * width.layers for width in model.widths) * setup.tokens
     if setup.method == "full":
@@ -181,7 +181,7 @@ def _moved_weights(model: Model, setup: Setup) -> float:
     if setup.method == "lora":
         return 0.0
     head = model.hidden * model.vocab
-    casts = 6.0 * (2 + (setup.checkpointing == "full")) * (model.quantized + head) if setup.casts else 0.0
+    casts = 6.0 * (2 + setup.recomputes) * (model.quantized + head) if setup.casts else 0.0
     return casts + 16.0 * head  # the embedding's gradient: zeros, then the sum with the head's
 
 
@@ -197,7 +197,7 @@ def _moved_loss(model: Model, setup: Setup) -> float:
 
 def _host(model: Model, setup: Setup, own: Backend) -> float:
     """Seconds the host needs to launch one pass: PyTorch's operations, and the calls of Octavo's own on top."""
-    counts, again = load("calibration")["launches"][setup.method], setup.checkpointing == "full"
+    counts, again = load("calibration")["launches"][setup.method], setup.recomputes
     each = (counts["pass"] + again * counts["recomputed"]) * factor("launch_s").value
     if setup.precision == "fp8":
         full, linears = setup.method == "full", max(width.adapters for width in model.widths)

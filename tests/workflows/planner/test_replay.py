@@ -32,6 +32,7 @@ def script():
 
 
 WAYS = list(product(("lora", "full"), ("bf16", "fp8"), ("none", "full"), ("tiled", "plain")))
+WAYS += [("lora", precision, "selective", "tiled") for precision in ("bf16", "fp8")]
 
 
 @pytest.mark.parametrize("way", WAYS, ids=["-".join(way) for way in WAYS])
