@@ -169,12 +169,17 @@ class _Backward:
         dtype: torch.dtype,
         quantized: ScaledTensor | None = None,
     ) -> None:
-        self.projections, self.grads, self.q, self.low, self.dtype = projections, grads, q, low, dtype
+        self.projections, self.grads, self.q, self.dtype = projections, grads, q, dtype
         self.quantized = quantized
         self.adapters = _adapters(projections)
         self.low_gradient = grads[0].new_empty(len(grads[0]), _rank(projections))  # of x A^T
-        for adapter in self.adapters:
-            torch.mm(grads[adapter.index], adapter.b.to(dtype), out=self.low_gradient[:, adapter.columns])
+        self.of_b = [
+            extension.gradients_over_columns(
+                grads[adapter.index], adapter.b, low[:, adapter.columns], self.low_gradient[:, adapter.columns]
+            )
+            for adapter in self.adapters
+            if low is not None
+        ]
 
     def input_gradient(self) -> torch.Tensor:
         quantized, self.quantized = self.quantized, None
@@ -197,11 +202,10 @@ class _Backward:
 
     def adapter_gradients(self, needed: Sequence[bool]) -> list[torch.Tensor | None]:
         found: list[torch.Tensor | None] = [None] * len(needed)
-        if self.low is None or not any(needed):
+        if not self.adapters or not any(needed):
             return found
         together = extension.sums_over_tokens(self.low_gradient, self.q)  # one pass over x for all of them
-        for adapter in self.adapters:
-            db = self.grads[adapter.index].mT @ self.low[:, adapter.columns]
+        for adapter, db in zip(self.adapters, self.of_b, strict=True):
             found[2 * adapter.index] = (together[adapter.columns] * adapter.scaling).to(adapter.a.dtype)
             found[2 * adapter.index + 1] = db.to(adapter.b.dtype)
         return found
