@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from octavo.base.hardware import caps_of
+from octavo.formats.granularity import PerBlock
 from octavo.integrations.fused import FUSED, projection_of
 from octavo.integrations.lora_layer import Float8LoraLinear
 from octavo.modules.experts import FrozenFloat8Experts
@@ -20,7 +21,7 @@ ENOUGH = 0.5  # of the FP8 linears, below which rounding inputs costs quality fo
 
 @dataclass(frozen=True)
 class Chosen:
-    """activation: `token` or `none`. reason: in words, for a log and a report."""
+    """activation: `token`, `group128` or `none`. reason: in words, for a log and a report."""
 
     activation: str
     reason: str
@@ -29,14 +30,16 @@ class Chosen:
 def choose_activation(model: nn.Module, given: Chosen | None = None) -> Chosen:
     """What the FP8 linears of a PeftModel best do to their inputs while it trains; set on them.
 
-    `token` where at least half of them then run fused, else `none`. Experts count as three linears each. given: what
-    has been decided before.
+    `token`, over scales in 128 x 128 blocks `group128`, where at least half of them then run fused, else `none`.
+    Experts count as three linears each. given: what has been decided before.
     """
     modules = [m for m in model.modules() if isinstance(m, FrozenFloat8Linear | FrozenFloat8Experts)]
     linears = [m for m in modules if isinstance(m, FrozenFloat8Linear)]
     if given is not None or not linears:
         return _set(modules, given or Chosen("none", "no linear in FP8"))
-    _set(modules, Chosen("token", "a trial"))
+    blocks = sum(m.rule.granularity == PerBlock(128, 128) for m in linears)
+    mode = "group128" if 2 * blocks > len(linears) else "token"
+    _set(modules, Chosen(mode, "a trial"))
     fused, reasons = 0, dict[str, int]()
     for layer in grouped_layers(model):
         reason = why_not(layer)
@@ -45,7 +48,7 @@ def choose_activation(model: nn.Module, given: Chosen | None = None) -> Chosen:
             reasons[reason] = reasons.get(reason, 0) + 1
     total = len(linears) + sum(3 * m.num_experts for m in modules if isinstance(m, FrozenFloat8Experts))
     if fused >= ENOUGH * total:
-        return Chosen("token", f"{fused} of {total} FP8 linears multiply in FP8, forward and backward")
+        return Chosen(mode, f"{fused} of {total} FP8 linears multiply in FP8, forward and backward")
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     most = max(reasons, key=lambda reason: reasons[reason], default=f"decoder '{kind}' runs layer by layer")
     if fused and total > len(linears):
@@ -72,9 +75,10 @@ def why_not(layer: nn.Module) -> str | None:
     base = layer.base_layer if isinstance(layer, Float8LoraLinear) else layer
     if not isinstance(base, FrozenFloat8Linear):
         return "linears in 16 bit"
-    (n, k), tile, device = base.weight.shape, base.rule.granularity.tile, base.weight.device
-    for op in ("linear", "linear_dx"):
-        problem = Problem(op, device.type, tile=tile, activation="token", n=n, k=k)
+    (n, k), granularity, device = base.weight.shape, base.rule.granularity, base.weight.device
+    ops = ("linear",) if isinstance(granularity, PerBlock) else ("linear", "linear_dx")  # blocks take another way back
+    for op in ops:
+        problem = Problem(op, device.type, tile=granularity.tile, activation=base.activation, m=4, n=n, k=k)
         refused = BACKENDS["native"].refuse(problem, caps_of(device))
         if refused:
             return refused

@@ -5,7 +5,7 @@ import torch
 
 import octavo
 from octavo import Recipe
-from octavo.integrations import fast_path, fused
+from octavo.integrations import fast_path
 from octavo.integrations.fast_path import choose_activation
 from octavo.modules.frozen import FrozenFloat8Linear
 from octavo.ops.backends import Backend
@@ -15,10 +15,12 @@ from tests.integrations.test_fused import adapted, build
 @pytest.fixture
 def tensor_cores(monkeypatch):
     def refuse(problem, caps):
-        return "scales per tensor or row" if problem.tile == (128, 128) else None
+        wanted = "group128" if problem.tile == (128, 128) else "token"
+        if problem.activation != wanted:
+            return f"{wanted}, not {problem.activation}"
+        return "rows of multiples of 128" if wanted == "group128" and problem.k % 128 else None
 
     monkeypatch.setattr(fast_path, "BACKENDS", {"native": Backend("native", refuse, "octavo.ops.native")})
-    monkeypatch.setattr(fused, "products_run", lambda shape, device: True)
 
 
 def activations(model):
@@ -47,9 +49,14 @@ def test_dropout_of_the_adapters(tensor_cores):
     assert choose_activation(build(dropout=0.1)).reason == "dropout on the inputs of adapters"
 
 
-def test_scales_in_blocks(tensor_cores, tiny_llama):
-    model = octavo.load(tiny_llama, Recipe.named("block128", activation="none"), device="cpu")
-    assert choose_activation(adapted(model, ["q_proj"])).reason == "scales per tensor or row"
+def test_scales_in_blocks_take_groups(tensor_cores, tiny_llama, tiny_llama_128):
+    whole, ragged = (
+        adapted(octavo.load(folder, Recipe.named("block128", activation="none"), device="cpu"), ["q_proj"])
+        for folder in (tiny_llama_128, tiny_llama)
+    )
+    assert choose_activation(whole).activation == "group128" and activations(whole) == {"group128"}
+    chosen = choose_activation(ragged)
+    assert (chosen.activation, chosen.reason) == ("none", "rows of multiples of 128")
 
 
 def test_experts_outnumber_the_attention(tensor_cores, tiny_moe):

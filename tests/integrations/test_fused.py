@@ -6,7 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 import octavo
 from octavo import Recipe, convert
@@ -155,6 +155,21 @@ def test_experts_in_fp8_beside_fused_attention(everywhere, plain, tiny_moe):
     assert everywhere == ["project", "project"] * 2
     assert sqnr_db(found, exact) > 20 and grads.keys() == exact_grads.keys()
     assert all(grad.isfinite().all() for grad in grads.values())
+
+
+def test_the_language_half_of_a_multimodal_model(everywhere):
+    torch.manual_seed(0)
+    text = SIZES | FAMILIES["gemma3_text"]
+    text.pop("tie_word_embeddings")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vision = sizes | {"image_size": 16, "patch_size": 8}
+    special = {"image_token_index": 127, "boi_token_index": 125, "eoi_token_index": 126, "mm_tokens_per_image": 4}
+    config = AutoConfig.for_model("gemma3", text_config=text, vision_config=vision, **special)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
+    model = adapted(convert(model, Recipe.named("channel", activation="token")), ["q_proj", "down_proj"])
+    ids = torch.randint(100, (2, 9), generator=torch.Generator().manual_seed(1))
+    model(input_ids=ids, labels=ids, token_type_ids=torch.zeros_like(ids)).loss.backward()
+    assert everywhere == ["project", "project", "gated_mlp"] * 2
 
 
 @pytest.mark.parametrize("case", ["norm trains", "bias trains", "norm is watched"])

@@ -39,13 +39,13 @@ class FinetuneConfig(Config):
     mode: `lora` trains over the FP8 base that is served later; `two-stage` over the 16-bit model, which export then
     quantizes; `fp8-aware` through the rounding of base + adapter, as export merges it. scheme, scale_format, skip,
     scales: how the base is quantized. activation: what the linears do to their inputs while training; `token`,
-    `group128` and `static` imitate the served model; `auto` is `token` where that makes them FP8 products, on GPUs of
-    SM89 and later, else `none`. policy: policy.json of the model, from octavo tune; the run keeps it, and export
-    follows. moments: of the model, from octavo calibrate: its rounding is compensated. rank, alpha, dropout, rslora,
-    target_modules: of LoRA. warmup: steps, or a share of them if below 1. max_steps: instead of epochs. packing: cut
-    samples of exactly `context` tokens from the joined text (default for texts). completion_only: count the loss on
-    answers only (default where the data says prompt and completion). checkpointing: `full` runs every layer again in
-    backward, `selective` all of it but the attention; `auto` is `none` where the planner says that it fits, else
+    `group128` and `static` imitate the served model; `auto` is `token`, or `group128` over blocks, where that makes
+    them FP8 products, on GPUs of SM89 and later, else `none`. policy: policy.json of the model, from octavo tune; the
+    run keeps it, and export follows. moments: of the model, from octavo calibrate: its rounding is compensated. rank,
+    alpha, dropout, rslora, target_modules: of LoRA. warmup: steps, or a share of them if below 1. max_steps: instead of
+    epochs. packing: cut samples of exactly `context` tokens from the joined text (default for texts). completion_only:
+    count the loss on answers only (default where the data says prompt and completion). checkpointing: `full` runs every
+    layer again in backward, `selective` all of it but the attention; `auto` is `none` where the planner says that it fits, else
     `full`. attention: of Transformers; one that does not run is named in a warning, and sdpa or eager runs. resume:
     `auto` continues `out` where it has something to continue, `must` insists, `never` wants a new folder. save_every:
     steps that a kill costs at most; a snapshot is due twice as often. adapter_only_every, eval_every: steps between; 0
