@@ -45,13 +45,14 @@ class FinetuneConfig(Config):
     alpha, dropout, rslora, target_modules: of LoRA. warmup: steps, or a share of them if below 1. max_steps: instead of
     epochs. packing: cut samples of exactly `context` tokens from the joined text (default for texts). completion_only:
     count the loss on answers only (default where the data says prompt and completion). checkpointing: `full` runs every
-    layer again in backward, `selective` all of it but the attention; `auto` is `none` where the planner says that it fits, else
-    `full`. attention: of Transformers; one that does not run is named in a warning, and sdpa or eager runs. resume:
-    `auto` continues `out` where it has something to continue, `must` insists, `never` wants a new folder. save_every:
-    steps that a kill costs at most; a snapshot is due twice as often. adapter_only_every, eval_every: steps between; 0
-    for never; of adapter-only snapshots those since the last full one stay. keep, keep_every, keep_best: full snapshots
-    that stay: the last, those at multiples, the one with the best held-out perplexity. snapshot_url: object storage to
-    copy them to. grace: seconds for the last snapshot after SIGTERM, SIGINT or (with spot) the notice of EC2.
+    layer again in backward, `selective` all of it but the attention; `auto` is `none` where the planner says that it
+    fits, else `full`. attention: of Transformers; one that does not run is named in a warning, and sdpa or eager runs.
+    resume: `auto` continues `out` where it has something to continue, `must` insists, `never` wants a new folder.
+    save_every: steps that a kill costs at most; a snapshot is due twice as often. adapter_only_every, eval_every: steps
+    between; 0 for never; of adapter-only snapshots those since the last full one stay. keep, keep_every, keep_best:
+    full snapshots that stay: the last, those at multiples, the one with the best held-out perplexity. snapshot_url:
+    object storage to copy them to. grace: seconds for the last snapshot after SIGTERM, SIGINT or (with spot) the notice
+    of EC2.
     """
 
     model: str
