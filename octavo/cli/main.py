@@ -17,6 +17,7 @@ import typer
 from octavo import __version__
 from octavo.base.env import env
 from octavo.base.errors import ConfigError, did_you_mean
+from octavo.cli.bench import bench
 from octavo.cli.calibrate import calibrate
 from octavo.cli.common import Result
 from octavo.cli.doctor import doctor
@@ -72,6 +73,7 @@ app.command("eval")(evaluate)
 app.command()(tune)
 app.command()(serve)
 app.command()(explain)
+app.command()(bench)
 
 
 def run(argv: Sequence[str]) -> int:

@@ -12,6 +12,7 @@ from octavo.cli.common import NOT_SETTINGS
 from octavo.cli.main import app
 
 CONFIGS = {
+    "bench": "octavo.workflows.bench:BenchConfig",
     "calibrate": "octavo.workflows.calibrate:CalibrateConfig",
     "doctor": "octavo.workflows.doctor:DoctorConfig",
     "eval": "octavo.workflows.evaluate:EvaluateConfig",

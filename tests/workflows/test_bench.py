@@ -1,0 +1,96 @@
+"""octavo bench: its checks on the CPU, where its times are made up, and what it says without a GPU."""
+
+import json
+
+import pytest
+import torch
+
+from octavo.base.errors import OctavoError, UnsupportedError
+from octavo.cli.main import run
+from octavo.ops import attention
+from octavo.testing import fake_caps
+from octavo.workflows import bench as workflow
+from octavo.workflows.bench import BenchConfig, bench
+from octavo.workflows.measures import decode, kv, w8a16
+from tests.conftest import TINY
+
+TINY_LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, **TINY}
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """Everything as it is, but timed as one millisecond."""
+    for measure in (decode, kv, w8a16):
+        monkeypatch.setattr(measure, "graph_milliseconds", lambda calls, rounds: float([c() for c in calls] != []))
+    monkeypatch.setattr(decode, "milliseconds", lambda call, rounds: float(call() is None))
+    monkeypatch.setattr(decode, "NEW", 12)
+    for measure in (kv, w8a16):
+        monkeypatch.setattr(measure, "FLUSH_BYTES", 1)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+
+def test_not_measured_without_a_gpu(capsys):
+    with pytest.raises(UnsupportedError, match="not measured here"):
+        bench(BenchConfig(name="kv"))
+    assert run(["bench", "decode"]) == 3
+    assert "bench decode: not measured here" in capsys.readouterr().err
+
+
+def test_unknown_name(capsys):
+    assert run(["bench", "kw"]) == 2
+    assert "kv" in capsys.readouterr().err
+
+
+def test_kv(on_cpu):
+    least = kv.check("cpu", [(32, 2, 40)])
+    assert set(least) == set(kv.KINDS) and min(least.values()) > kv.FLOOR_DB
+    rows = list(kv.rows("cpu", (64,), (2,)))
+    assert [row["what"] for row in rows] == ["tensor", "token-head", "16bit", "torch bf16"]
+    sizes = {row["what"]: row["bytes"] for row in rows}
+    assert sizes["16bit"] == 2 * (sizes["tensor"] - 8) == 2 * 2 * 2 * 8 * 64 * 128
+
+
+def test_kv_says_no(on_cpu, monkeypatch):
+    right = attention.attend
+    monkeypatch.setattr(kv, "attend", lambda *args, **options: right(*args, **options) * 1.01)
+    with pytest.raises(OctavoError, match="gate of kv"):
+        kv.check("cpu", [(32, 2, 40)])
+
+
+def test_w8a16(on_cpu, monkeypatch):
+    rows = list(w8a16.rows("cpu", (1, 3), [(48, 64)]))
+    assert [(row["what"], row["tokens"]) for row in rows] == [
+        ("row", 1),
+        ("row", 3),
+        ("block128x128", 1),
+        ("block128x128", 3),
+    ]
+    monkeypatch.setattr(w8a16, "FLOOR_DB", 80.0)
+    with pytest.raises(OctavoError, match="check of w8a16"):
+        list(w8a16.rows("cpu", (1,), [(48, 64)]))
+
+
+def test_decode(on_cpu, monkeypatch):
+    rows = list(decode.rows(TINY_LLAMA, "cpu", batches=(1, 2), prompts=(4,)))
+    measured = [row for row in rows if "tokens_s" in row]
+    assert [row["what"] for row in measured] == [name for name in decode.VARIANTS for _ in range(2)]
+    assert all((row["db"] or 99) > decode.FLOOR_DB for row in measured)
+    parts = [row for row in rows if row["what"].startswith("parts of")]
+    assert len(parts) == 5 and parts[0]["sum"] > 0
+    monkeypatch.setattr(decode, "FLOOR_DB", 200.0)
+    with pytest.raises(OctavoError, match="gate of decode"):
+        next(decode.rows(TINY_LLAMA, "cpu", ["graph bf16, kv fp8"], (1,)))
+
+
+def test_report(on_cpu, monkeypatch, capsys):
+    monkeypatch.setattr(workflow, "caps_of", lambda: fake_caps("h200"))
+    monkeypatch.setattr(workflow, "published", lambda: {workflow.MODEL: TINY_LLAMA})
+    monkeypatch.setattr(workflow, "_device", lambda: "cpu")
+    monkeypatch.setattr(workflow.kv, "check", lambda device: {"tensor": 51.0})
+    monkeypatch.setattr(workflow.w8a16, "SHAPES", ((48, 64),))
+    for name in ("decode", "kv", "w8a16"):
+        if name == "kv":
+            monkeypatch.setattr(workflow.kv, "rows", lambda *sizes: iter([{"what": "tensor", "us": 1.0}]))
+        assert run(["bench", name, "--quick", "--json"]) == 0
+        report = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert report["rows"] and report["checked"] and report["machine"]["device"] == "h200 (sm90)"
