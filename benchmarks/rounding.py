@@ -34,7 +34,7 @@ from octavo.integrations.data import calibration_samples, load_data, token_windo
 from octavo.integrations.hub import load_tokenizer
 from octavo.integrations.moments import moments_of
 from octavo.integrations.transformers import load
-from octavo.modules.divergence import Divergence, PairedScore
+from octavo.modules.divergence import Divergence, PairedScore, known
 from octavo.modules.experts import FrozenFloat8Experts
 from octavo.modules.frozen import FrozenFloat8Linear
 from octavo.store.moments import Moments
@@ -84,7 +84,8 @@ class Judge:
 
 
 def _figures(found: Divergence) -> dict[str, Any]:
-    return {
+    """Standard errors of a single window are null."""
+    figures = {
         "kl": found.kl.mean,
         "kl_se": found.kl.se,
         "kl_p99": found.kl_p99,
@@ -92,6 +93,7 @@ def _figures(found: Divergence) -> dict[str, Any]:
         "rise_percent_se": found.rise.se,
         "top1": found.top1.mean,
     }
+    return {name: known(value) for name, value in figures.items()}
 
 
 # activations -> the largest mean KL to the BF16 model that compensated rounding may leave. Plain rounding leaves 0.0176

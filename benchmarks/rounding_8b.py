@@ -30,7 +30,7 @@ from octavo.formats.rounding import Curvature, EagerColumns, compensated
 from octavo.formats.spec import E4M3
 from octavo.integrations.blocks import BlockMoments, BlockWalk, Groups
 from octavo.integrations.moments import watched_groups
-from octavo.modules.moments import MomentObserver
+from octavo.modules.moments import MomentSums
 from octavo.ops.columns import columns_for
 from octavo.ops.rounding import Compensator
 
@@ -126,7 +126,7 @@ def job(arguments: argparse.Namespace, device: torch.device) -> Iterator[dict[st
     clock = Clock(device)
     solved = {"error": 0.0, "nearest": 0.0, "values": 0}
 
-    def visit(groups: Groups, seen: MomentObserver) -> None:
+    def visit(groups: Groups, seen: MomentSums) -> None:
         clock.lap("moments")
         solve = Compensator(BlockMoments(groups, seen.matrices))
         for names in groups.values():
@@ -143,9 +143,12 @@ def job(arguments: argparse.Namespace, device: torch.device) -> Iterator[dict[st
 
     walk = BlockWalk(model, samples, watched_groups(model), device)
     clock.lap("capture")
-    weights = walk.token_weights(lambda amount: None)
-    clock.lap("fisher")
-    walk.moments(weights, visit, lambda amount: None, sequential=arguments.sequential)
+    if arguments.sequential:
+        weights = walk.token_weights(lambda amount: None)
+        clock.lap("fisher")
+        walk.moments(weights, visit, lambda amount: None, sequential=True)
+    else:
+        walk.fisher_moments(visit, lambda amount: None)
     clock.lap("moments")
     seconds = sum(clock.parts.values())
     block = sum(p.numel() * 2 for p in next(iter(walk.blocks.values())).parameters())

@@ -6,6 +6,8 @@ import torch
 
 from octavo.formats.spec import FloatSpec
 
+LIFT = 1.5 * 2.0**23  # times a step of the grid: where float32's own step is as wide, on both sides of it
+
 
 def encode(x: torch.Tensor, spec: FloatSpec) -> torch.Tensor:
     """Round float values to `spec`, as uint8 codes. Any shape and float dtype.
@@ -41,6 +43,18 @@ def nearest(y: torch.Tensor, spec: FloatSpec) -> torch.Tensor:
     power = (y.view(torch.int32) & 0x7F800000).view(torch.float32)
     step = (power * 2.0**-spec.mantissa).clamp(min=spec.min_subnormal)
     return (y / step).round_().mul_(step)
+
+
+def nearest_(y: torch.Tensor, spec: FloatSpec, scratch: torch.Tensor | None = None) -> torch.Tensor:
+    """`nearest` in place and in fewer operations, but zeros lose their sign. scratch: shaped and typed like y.
+
+    To y, 1.5 * 2**23 steps are added and taken away again: float32 rounds the sum to whole steps.
+    """
+    scratch = torch.empty_like(y) if scratch is None else scratch
+    y.clamp_(-spec.max, spec.max)
+    torch.bitwise_and(y.view(torch.int32), 0x7F800000, out=scratch.view(torch.int32))
+    lift = scratch.mul_(LIFT * 2.0**-spec.mantissa).clamp_(min=LIFT * spec.min_subnormal)
+    return y.add_(lift).sub_(lift)
 
 
 def decode(codes: torch.Tensor, spec: FloatSpec) -> torch.Tensor:

@@ -32,13 +32,14 @@ class Curvature:
     """What a layer's inputs say about its weights, factorized once for all rows. Everything is in `order`.
 
     order: int64 [K], columns by falling diagonal of H. moments: H, float32 [K, K], zero for dead inputs.
-    inverse: upper U with U^T U = (H + ridge)^-1. live: bool [K], False for inputs that were always zero.
+    factor: the upper U with U^T U = (H + ridge)^-1, its rows divided by their diagonal elements: what one unit of error
+    in column j takes from column i is factor[j, i]. live: bool [K], False for inputs that were always zero.
     damping: what the factorization needed, as a share of the mean diagonal; ridge: float32 scalar, that much of it.
     """
 
     order: torch.Tensor
     moments: torch.Tensor
-    inverse: torch.Tensor
+    factor: torch.Tensor
     live: torch.Tensor
     damping: float
     ridge: torch.Tensor
@@ -70,14 +71,12 @@ class Curvature:
         h[:, ~live] = 0.0
         mean = h.diagonal()[live].mean() if bool(live.any()) else h.new_ones(())
         while damping <= MOST_DAMPING:
-            damped = _with_ridge(h, torch.where(live, damping * mean, mean))
-            factor, info = torch.linalg.cholesky_ex(damped)
-            del damped  # K x K of a wide layer is most of a GPU's memory here
+            # H = R R^T with R upper, a Cholesky factorization from the last column on: then U is the inverse of R.
+            lower, info = torch.linalg.cholesky_ex(_with_ridge(h, torch.where(live, damping * mean, mean)).flip(0, 1))
             if int(info) == 0:
-                upper, info = torch.linalg.cholesky_ex(torch.cholesky_inverse(factor), upper=True)
-                if int(info) == 0 and bool(torch.isfinite(upper).all()):
-                    upper = upper.contiguous()  # read by rows from now on
-                    return cls(order, h, upper, live, damping, damping * mean)
+                factor = _unit_inverse((lower / lower.diagonal()).flip(0, 1))
+                if bool(torch.isfinite(factor).all()):
+                    return cls(order, h, factor, live, damping, damping * mean)
             damping *= 10
         need = "a positive semidefinite matrix, as sums over tokens are"
         raise DataError("second moments cannot be factorized", need=need, fix="Calibrate again.")
@@ -95,18 +94,22 @@ class Rounded:
 class Columns(Protocol):
     """The part that goes column by column, of at most BLOCK columns at once: float32 [N, B] each, views allowed.
 
-    Rows do not depend on each other. What a column changes in later blocks is left to the caller.
+    Rows do not depend on each other. What a column changes in later blocks is left to the caller. What is returned
+    holds until the next call.
     """
 
     def compensate(
         self, weight: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor, spec: FloatSpec
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """factor [B, B], upper: -> decoded codes, and each column's error divided by its diagonal element."""
+        """factor [B, B], upper, ones on its diagonal: -> decoded codes, and each column's error."""
 
     def descend(
         self, gradient: torch.Tensor, scale: torch.Tensor, y: torch.Tensor, h: torch.Tensor, spec: FloatSpec
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """h [B, B], its diagonal 0 for columns to leave alone: -> better codes, decoded, and (new - old) * scale."""
+
+    def encode(self, y: torch.Tensor, spec: FloatSpec) -> torch.Tensor:
+        """formats.codec.encode of float32 y, which may be overwritten."""
 
 
 class EagerColumns:
@@ -119,7 +122,7 @@ class EagerColumns:
         y, errors = torch.empty_like(local), torch.empty_like(local)
         for j in range(len(local)):
             y[j] = nearest(local[j] / scales[j], spec)
-            errors[j] = (local[j] - y[j] * scales[j]) / factor[j, j]
+            errors[j] = local[j] - y[j] * scales[j]
             local[j + 1 :].addr_(factor[j, j + 1 :], errors[j], alpha=-1)
         return y.mT, errors.mT
 
@@ -136,6 +139,9 @@ class EagerColumns:
             codes[j] = better
             local.addr_(h[j], moved[j], alpha=-1)
         return codes.mT, moved.mT
+
+    def encode(self, y: torch.Tensor, spec: FloatSpec) -> torch.Tensor:
+        return encode(y, spec)
 
 
 def compensated(
@@ -158,32 +164,38 @@ def compensated(
     n, k = weight.shape
     if len(curvature.order) != k:
         raise ShapeError("second moments", got=str([len(curvature.order)] * 2), need=f"[{k}, {k}]")
-    order, h = curvature.order, curvature.moments
-    s = granularity.expand(scale, (n, k)).expand(n, k)[:, order].contiguous()
-    w = weight.float()[:, order]
+    order, h, live = curvature.order, curvature.moments, curvature.live
+    columns = columns or EagerColumns()
+    s = granularity.expand(scale, (n, k)).expand(n, k).index_select(1, order)
+    w = weight.float().index_select(1, order)
     target = w / s
     plain = nearest(target, spec)
     special = ~torch.isfinite(w)
-    w = w.masked_fill(special, 0.0)
-    columns = columns or EagerColumns()
-    y = _compensate(w, s, curvature.inverse, spec, columns)
-    damped = _with_ridge(h, curvature.live * curvature.ridge)
+    fixed = special | ~live if bool(special.any()) or not bool(live.all()) else None
+    if fixed is not None:
+        w = w.masked_fill(special, 0.0)
+    y = _compensate(w, s, curvature.factor, spec, columns)
+    damped = _with_ridge(h, live * curvature.ridge)
     for _ in range(sweeps):
         y = _descend(w, s, y, damped, spec, columns)
-    y = torch.where(curvature.live & ~special, y, plain)
+    if fixed is not None:
+        y = torch.where(fixed, plain, y)
 
-    zero = w.new_zeros(())
-    error = _quadratic(torch.where(special, zero, w - y * s), h)
-    error_nearest = _quadratic(torch.where(special, zero, w - plain * s), h)
+    errors = []
+    for codes in (y, plain):
+        e = w - codes * s
+        errors.append(_quadratic(e if fixed is None else e.masked_fill(special, 0.0), h))
+    error, error_nearest = errors
     worse = error > error_nearest
     y[worse] = plain[worse]
-    codes = torch.empty((n, k), dtype=torch.uint8, device=weight.device)
-    codes[:, order] = encode(torch.where(special, target, y), spec)
+    if fixed is not None:
+        y = torch.where(special, target, y)
+    codes = columns.encode(y, spec).index_select(1, torch.argsort(order))
     return Rounded(codes, torch.minimum(error, error_nearest), error_nearest)
 
 
 def _compensate(
-    weight: torch.Tensor, scale: torch.Tensor, inverse: torch.Tensor, spec: FloatSpec, columns: Columns
+    weight: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor, spec: FloatSpec, columns: Columns
 ) -> torch.Tensor:
     """One pass over the columns, left to right; returns decoded codes [N, K]."""
     k = weight.shape[1]
@@ -191,9 +203,9 @@ def _compensate(
     for start in range(0, k, BLOCK):
         stop = min(start + BLOCK, k)
         block = slice(start, stop)
-        out[:, block], errors = columns.compensate(work[:, block], scale[:, block], inverse[block, block], spec)
+        out[:, block], errors = columns.compensate(work[:, block], scale[:, block], factor[block, block], spec)
         if stop < k:
-            work[:, stop:].addmm_(errors, inverse[block, stop:], alpha=-1)
+            work[:, stop:].addmm_(errors, factor[block, stop:], alpha=-1)
     return out
 
 
@@ -211,6 +223,21 @@ def _descend(
         if stop < k:
             gradient[:, stop:].addmm_(moved, h[block, stop:], alpha=-1)
     return y
+
+
+def _unit_inverse(upper: torch.Tensor) -> torch.Tensor:
+    """Of an upper triangle with ones on its diagonal, by halves: products do most of it."""
+    k = len(upper)
+    if k <= 2 * BLOCK:
+        eye = torch.eye(k, dtype=upper.dtype, device=upper.device)
+        solved: torch.Tensor = torch.linalg.solve_triangular(upper, eye, upper=True, unitriangular=True)
+        return solved
+    first, second = slice(0, k // 2), slice(k // 2, k)
+    result = torch.zeros_like(upper)
+    result[first, first] = _unit_inverse(upper[first, first])
+    result[second, second] = _unit_inverse(upper[second, second])
+    result[first, second] = -(result[first, first] @ upper[first, second]) @ result[second, second]
+    return result
 
 
 def _with_ridge(h: torch.Tensor, ridge: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from octavo.base.errors import ConfigError
-from octavo.formats.codec import nearest
+from octavo.formats.codec import nearest_
 from octavo.formats.granularity import Granularity
 from octavo.formats.spec import FloatSpec
 
@@ -71,14 +71,16 @@ def mse_scale(
     finite = torch.isfinite(x)
     x = torch.where(finite, x, torch.zeros_like(x)).float()
     amax = granularity.amax(x)
-    best_scale = scale_of(amax, spec, scale_format)
+    start = best_scale = scale_of(amax, spec, scale_format)
+    # In units of the absmax scale: a candidate's error is factor^2 times that of rounding x / (start factor).
+    x = x / granularity.expand(start, tuple(x.shape))
+    scaled, rounded, scratch = torch.empty_like(x), torch.empty_like(x), torch.empty_like(x)
     best_error: torch.Tensor | None = None
-    start = best_scale
     for factor in CANDIDATES if scale_format == "fp32" else PO2_CANDIDATES:
         scale = torch.where(amax > 0, (start * factor).clamp(min=SCALE_FLOOR), start)
-        wide = granularity.expand(scale, tuple(x.shape))
-        square = (nearest(x / wide, spec) * wide - x).square()
-        error = granularity.reduce(square if importance is None else square * importance, "sum")
+        torch.mul(x, 1 / factor, out=scaled)
+        square = nearest_(rounded.copy_(scaled), spec, scratch).sub_(scaled).square_()
+        error = granularity.reduce(square if importance is None else square.mul_(importance), "sum") * factor**2
         if best_error is None:
             best_error = error
             continue

@@ -16,12 +16,13 @@ from torch import nn
 from octavo.base.errors import CheckpointError, DataError
 from octavo.base.log import Advance
 from octavo.integrations.measuring import decoder
-from octavo.modules.moments import MomentObserver, TokenWeights, fast_products, fisher_backward
+from octavo.modules.moments import MomentObserver, MomentSums, TokenWeights, fast_products, fisher_backward
 
 Groups = Mapping[str, list[str]]
 Hidden = list[torch.Tensor]  # [1, T, hidden] of each sample, in host memory
 Forward = Callable[..., Any]
 SEED = 0  # of the tokens drawn for the Fisher weights
+HEAD_TOKENS = 128
 
 
 class BlockWalk:
@@ -47,9 +48,33 @@ class BlockWalk:
         self._capture()
 
     def token_weights(self, advance: Advance) -> dict[str, torch.Tensor]:
-        """Fisher weights, group -> float32 [tokens]: forward through all blocks, and back from the last to the first.
+        """Fisher weights, group -> float32 [tokens], of the tokens that reached it.
 
         advance: called with samples, out of 2 x blocks x samples.
+        """
+        found: dict[str, list[torch.Tensor]] = {}
+        for _ in self._backward(lambda key, x, weights: found.setdefault(key, []).append(weights), advance):
+            pass
+        return {key: torch.cat(weights) for key, weights in found.items()}
+
+    def fisher_moments(self, visit: Callable[[Groups, MomentSums], object], advance: Advance) -> None:
+        """Blocks from last to first: `visit(groups, seen)` is given the moments of each, weighted, on the device.
+
+        advance: called with samples, out of 2 x blocks x samples.
+        """
+        sums = MomentSums(key for groups in self.groups.values() for key in groups)
+        for groups in self._backward(sums.add, advance):
+            sums.finish()
+            check_finite(sums)
+            visit(groups, sums)
+            sums.matrices.clear()
+
+    def _backward(
+        self, use: Callable[[str, torch.Tensor, torch.Tensor], object], advance: Advance
+    ) -> Iterator[dict[str, list[str]]]:
+        """Forward through all blocks, and back from the last to the first: yields the groups of each after its turn.
+
+        use: see TokenWeights.
         """
         entered: dict[str, Hidden] = {}
         hidden = self._first
@@ -60,24 +85,23 @@ class BlockWalk:
                     hidden = self._through(name, hidden)
                 advance(len(self.samples))
         gradients = self._head_gradients(hidden)
-        weights: dict[str, torch.Tensor] = {}
         for name, block in reversed(self.blocks.items()):
-            watched = TokenWeights(self.model, self.groups[name])
+            watched = TokenWeights(self.model, self.groups[name], use)
             with resident(block, self.device), torch.enable_grad(), fast_products(), watched:
                 for i, x in enumerate(entered.pop(name)):
                     leaf = x.to(self.device).requires_grad_(True)
                     out = self._run(name, i, leaf)
                     out.backward(gradients[i].to(self.device))  # type: ignore[no-untyped-call]
                     gradients[i] = cast(torch.Tensor, leaf.grad).cpu()
+                    watched.flush()
             advance(len(self.samples))
-            weights.update(watched.finish())
-        return weights
+            yield self.groups[name]
 
     @torch.no_grad()
     def moments(
         self,
         weights: Mapping[str, torch.Tensor] | None,
-        visit: Callable[[Groups, MomentObserver], object],
+        visit: Callable[[Groups, MomentSums], object],
         advance: Advance,
         *,
         sequential: bool = False,
@@ -92,7 +116,7 @@ class BlockWalk:
             with resident(block, self.device, copy=sequential), fast_products():
                 with MomentObserver(self.model, self.groups[name], weights) as seen:
                     after = self._through(name, hidden)
-                _check(seen)
+                check_finite(seen)
                 visit(self.groups[name], seen)
                 hidden = self._through(name, hidden) if sequential else after
             advance(len(self.samples))
@@ -127,8 +151,7 @@ class BlockWalk:
         with torch.enable_grad(), fast_products(), self._instead(forward):
             for sample, x in zip(self.samples, hidden, strict=True):
                 leaf = x.to(self.device).requires_grad_(True)
-                tokens = sample[None].to(self.device)
-                fisher_backward(cast(Any, self.model)(input_ids=tokens, use_cache=False).logits[0], generator)
+                head_backward(self.model, sample, generator)
                 gradients.append(cast(torch.Tensor, leaf.grad).cpu())
         return gradients
 
@@ -179,6 +202,30 @@ class BlockMoments:
         return self._matrices[self._keys[module]]
 
 
+def head_backward(model: nn.Module, sample: torch.Tensor, generator: torch.Generator) -> None:
+    """Forward and backward of the negative log-likelihood of drawn tokens; sample int64 [T].
+
+    The head runs on HEAD_TOKENS at a time: with the logits of a whole sample it would take more memory than the rest.
+    """
+    inner = decoder(model)
+    tokens = sample[None].to(next(model.parameters()).device)
+    out = inner(input_ids=tokens, use_cache=False)
+    hidden = out.last_hidden_state.detach()
+    gradient = torch.empty_like(hidden)
+    try:
+        for start in range(0, len(sample), HEAD_TOKENS):
+            part = slice(start, start + HEAD_TOKENS)
+            leaf = hidden[0, part][None].requires_grad_(True)
+            given = type(out)(last_hidden_state=leaf)
+            inner.forward = lambda *_, given=given, **__: given
+            logits = cast(Any, model)(input_ids=tokens[:, part], use_cache=False).logits[0]
+            fisher_backward(logits, generator)
+            gradient[:, part] = leaf.grad
+    finally:
+        del inner.forward  # the class's own again
+    out.last_hidden_state.backward(gradient)
+
+
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
     """The stack of blocks of a causal language model, by name in order. DataError for a model without one."""
     inner = decoder(model)
@@ -213,7 +260,8 @@ def _hidden(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> torch.Tenso
     return cast(torch.Tensor, arguments[0] if arguments else keywords["hidden_states"])
 
 
-def _check(seen: MomentObserver) -> None:
+def check_finite(seen: MomentSums) -> None:
+    """CheckpointError if an input held NaN or Inf."""
     for key, matrix in seen.matrices.items():
         if not bool(torch.isfinite(matrix.diagonal()).all()):
             raise CheckpointError(f"the input of {key} holds NaN or Inf", fix="Check the weights, or use float32.")

@@ -15,17 +15,17 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from octavo.base.errors import CheckpointError, ConfigError, DataError
+from octavo.base.errors import ConfigError, DataError
 from octavo.base.log import Advance, progress
 from octavo.formats.granularity import PerTensor
 from octavo.formats.recipe import Recipe
 from octavo.formats.scale import scale_of
 from octavo.integrations import measuring
-from octavo.integrations.blocks import BlockMoments, BlockWalk, Groups
+from octavo.integrations.blocks import BlockMoments, BlockWalk, Groups, check_finite, head_backward
 from octavo.integrations.data import calibration_samples
 from octavo.integrations.hub import resolve_model
 from octavo.integrations.transformers import device_of
-from octavo.modules.moments import MomentObserver, TokenWeights, fast_products, fisher_backward, input_groups
+from octavo.modules.moments import MomentObserver, MomentSums, TokenWeights, fast_arithmetic, input_groups
 from octavo.ops.quantize import dequantize
 from octavo.ops.rounding import Compensator
 from octavo.store.manifest import fingerprint
@@ -39,7 +39,7 @@ MEMORY = 4 << 30  # bytes of matrices at once
 # inputs the error on others is 1.3 times that of nearest rounding at 1/16, 0.9 times at 1/8, 0.6 times at 1/4.
 FEWEST = 0.25
 SEED = 0  # of the tokens drawn for the Fisher weights
-Keep = Callable[[Groups, MomentObserver], None]
+Keep = Callable[[Groups, MomentSums], None]
 
 
 @contextmanager
@@ -76,9 +76,8 @@ def moments_for(
         yield Moments.open(moments, model=resolve_model(model))
     else:
         with TemporaryDirectory(prefix=".octavo-moments.", dir=scratch) as folder:
-            yield moments_of(
-                model, str(data), Path(folder), samples=samples, context=context, weighting=weighting, device=device
-            )
+            settings: dict[str, Any] = {"samples": samples, "context": context, "weighting": weighting}
+            yield moments_of(model, str(data), Path(folder), device=device, durable=False, **settings)
 
 
 def moments_of(
@@ -91,13 +90,14 @@ def moments_of(
     weighting: str,
     device: str | None = None,
     dtype: str = "auto",
+    durable: bool = True,
 ) -> Moments:
     """Open a model in 16 bit in host memory and gather its moments, on a GPU block by block: see `gather_moments`."""
     place = device_of(device)
     opened = measuring.open_model(model, device="cpu", dtype=measuring.compute_dtype(dtype, device))
     texts, windows = calibration_samples(opened.tokenizer, data, samples, context)
     blockwise = None if place.type == "cpu" else place  # in host memory the model is there as a whole anyway
-    return gather_moments(opened, texts.fingerprint, windows, out, weighting, device=blockwise)
+    return gather_moments(opened, texts.fingerprint, windows, out, weighting, device=blockwise, durable=durable)
 
 
 def gather_moments(
@@ -109,22 +109,24 @@ def gather_moments(
     memory: int = MEMORY,
     sequential: Recipe | None = None,
     device: torch.device | None = None,
+    durable: bool = True,
 ) -> Moments:
     """Run samples, int64 [T] each, through a model in 16 bit and write the moments folder `out`.
 
     weighting: `none`, or `fisher`, which costs a backward pass and buys a third of the divergence.
-    memory: bytes of matrices held at once. device: go block by block, each on this device while it works; None: the
-    whole model at once, where it is. sequential: block by block, and each block is given what the blocks before it make
-    of the samples once they are rounded by this recipe, from their own moments.
+    memory: bytes of matrices held at once. device: go block by block, each on this device while it works; None: where
+    the model is, and as a whole if its matrices fit. sequential: block by block, and each block is given what the
+    blocks before it make of the samples once they are rounded by this recipe, from their own moments. durable: see
+    MomentsWriter.
     CheckpointError for a model whose activations hold NaN or Inf.
     """
     model, checkpoint = opened.model, Checkpoint.open(opened.folder)
     measuring.show_experts(model)
     groups = watched_groups(model)
     names = DiskNames(model, checkpoint)
-    writer = MomentsWriter(out)
+    writer = MomentsWriter(out, durable=durable)
 
-    def keep(batch: Groups, seen: MomentObserver) -> None:
+    def keep(batch: Groups, seen: MomentSums) -> None:
         members = {key: [part for name in batch[key] for part in names(name)] for key in batch}
         few = {key for key in batch if seen.tokens[key] < FEWEST * _width(model, batch[key][0])}
         for key in few:
@@ -132,8 +134,10 @@ def gather_moments(
         writer.add(seen.matrices, members)
         writer.skip({module: seen.tokens[key] for key in few for module in members[key]})
 
-    if sequential is None and device is None:
-        _whole_model(model, groups, samples, weighting, memory, keep)
+    batches = list(split_groups(model, groups, memory))
+    at_once = weighting == "none" or len(batches) == 1  # else each batch would take a backward pass of its own
+    if sequential is None and device is None and at_once:
+        _whole_model(model, batches, samples, weighting, keep)
     else:
         walk = BlockWalk(model, samples, groups, device or next(model.parameters()).device)
         _block_by_block(walk, weighting, sequential, keep)
@@ -147,26 +151,26 @@ def gather_moments(
 
 
 def _whole_model(
-    model: nn.Module, groups: Groups, samples: list[torch.Tensor], weighting: str, memory: int, keep: Keep
+    model: nn.Module, batches: list[Groups], samples: list[torch.Tensor], weighting: str, keep: Keep
 ) -> None:
-    weights = None
-    if weighting == "fisher":
-        with progress("Fisher weights", len(samples)) as advance, fast_products():
-            weights = token_weights(model, groups, samples, advance)
-    batches = list(split_groups(model, groups, memory))
-    with progress("Second moments", len(batches) * len(samples)) as advance, fast_products():
+    with progress("Second moments", len(batches) * len(samples)) as advance, fast_arithmetic(model):
         for batch in batches:
-            keep(batch, observe(model, batch, samples, weights, advance))
+            find = fisher_moments if weighting == "fisher" else observe
+            keep(batch, find(model, batch, samples, advance))
 
 
 def _block_by_block(walk: BlockWalk, weighting: str, sequential: Recipe | None, keep: Keep) -> None:
-    round_in_place = _rounding(walk, sequential) if sequential else None
-    weights, total = None, len(walk.blocks) * len(walk.samples)
+    total = len(walk.blocks) * len(walk.samples)
+    if weighting == "fisher" and sequential is None:
+        with progress("Second moments", 2 * total) as advance:
+            walk.fisher_moments(keep, advance)
+        return
+    round_in_place, weights = _rounding(walk, sequential) if sequential else None, None
     if weighting == "fisher":
         with progress("Fisher weights", 2 * total) as advance:
             weights = walk.token_weights(advance)
 
-    def visit(batch: Groups, seen: MomentObserver) -> None:
+    def visit(batch: Groups, seen: MomentSums) -> None:
         keep(batch, seen)
         if round_in_place:
             round_in_place(batch, seen)
@@ -185,7 +189,7 @@ def _rounding(walk: BlockWalk, recipe: Recipe) -> Keep:
     weights = {name: modules[name].get_parameter("weight") for name in names}
     decisions = recipe.assign({f"{name}.weight": tuple(weight.shape) for name, weight in weights.items()})
 
-    def visit(batch: Groups, seen: MomentObserver) -> None:
+    def visit(batch: Groups, seen: MomentSums) -> None:
         known = BlockMoments(batch, seen.matrices)
         solve = Compensator(known)
         for members in batch.values():
@@ -222,7 +226,7 @@ def watched_groups(model: nn.Module) -> dict[str, list[str]]:
     return groups
 
 
-def split_groups(model: nn.Module, groups: Mapping[str, list[str]], memory: int) -> Iterator[dict[str, list[str]]]:
+def split_groups(model: nn.Module, groups: Mapping[str, list[str]], memory: int) -> Iterator[Groups]:
     """Groups in order, in batches whose matrices together stay below `memory` bytes; a larger one comes alone."""
     batch: dict[str, list[str]] = {}
     used = 0
@@ -236,41 +240,40 @@ def split_groups(model: nn.Module, groups: Mapping[str, list[str]], memory: int)
     yield batch
 
 
-def token_weights(
+def fisher_moments(
     model: nn.Module, groups: Mapping[str, list[str]], samples: list[torch.Tensor], advance: Advance
-) -> dict[str, torch.Tensor]:
-    """One forward and backward pass a sample, no parameter gets a gradient. key -> float32 [tokens]."""
+) -> MomentSums:
+    """Second moments of one batch of groups, weighted: one forward and backward pass a sample.
+
+    No parameter gets a gradient. CheckpointError if an input or a gradient held NaN or Inf.
+    """
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     generator = torch.Generator().manual_seed(SEED)
     wake = cast(Any, model).get_input_embeddings().register_forward_hook(_require_grad)
+    sums = MomentSums(groups)
     try:
-        with torch.enable_grad(), TokenWeights(model, groups) as weights:
+        with torch.enable_grad(), TokenWeights(model, groups, sums.add) as weights:
             for sample in samples:
-                device = next(model.parameters()).device
-                logits = model(input_ids=sample[None].to(device), use_cache=False).logits[0]
-                fisher_backward(logits, generator)
+                head_backward(model, sample, generator)
+                weights.flush()
                 advance(1)
     finally:
         wake.remove()
-    return weights.finish()
+    sums.finish()
+    check_finite(sums)
+    return sums
 
 
 def observe(
-    model: nn.Module,
-    groups: Mapping[str, list[str]],
-    samples: list[torch.Tensor],
-    weights: Mapping[str, torch.Tensor] | None,
-    advance: Advance,
-) -> MomentObserver:
-    """Second moments of one batch of groups, float32 [K, K] each. CheckpointError if an input held NaN or Inf."""
-    with MomentObserver(model, groups, weights) as seen:
+    model: nn.Module, groups: Mapping[str, list[str]], samples: list[torch.Tensor], advance: Advance
+) -> MomentSums:
+    """Second moments of one batch of groups, every token alike. CheckpointError if an input held NaN or Inf."""
+    with MomentObserver(model, groups) as seen:
         for sample in samples:
             measuring.run_layers(model, sample)
             advance(1)
-    for key, matrix in seen.matrices.items():
-        if not bool(torch.isfinite(matrix.diagonal()).all()):
-            raise CheckpointError(f"the input of {key} holds NaN or Inf", fix="Check the weights, or use float32.")
+    check_finite(seen)
     return seen
 
 

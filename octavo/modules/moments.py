@@ -46,6 +46,23 @@ def fast_products() -> Iterator[None]:
         backend.fp32_precision = before
 
 
+@contextmanager
+def fast_arithmetic(model: nn.Module) -> Iterator[None]:
+    """`fast_products`, and the model's float32 parameters are BF16 inside, again where the CPU has units for it.
+
+    Half the time forward and backward. They are what they were afterwards.
+    """
+    before = [(p, p.data) for p in model.parameters() if p.device.type == "cpu" and p.dtype == torch.float32]
+    with fast_products():
+        try:
+            for p, data in before if torch.cpu._is_amx_tile_supported() else []:
+                p.data = data.bfloat16()
+            yield
+        finally:
+            for p, data in before:
+                p.data = data
+
+
 def input_groups(names: Iterable[str]) -> dict[str, list[str]]:
     """Linears that are given the same input, under one key: q/k/v, gate/up, and each other one alone."""
     groups: dict[str, list[str]] = {}
@@ -89,22 +106,52 @@ class _Watch(ABC):
         """A product of an expert, see ExpertProducts."""
 
 
-class MomentObserver(_Watch):
-    """Adds up H for groups of linears while samples run through the model.
+class MomentSums:
+    """Adds up H for groups of linears, sample by sample.
+
+    tokens: key -> how many came. matrices, once finished: key -> H, float32 [K, K], its off-diagonal elements shrunk by
+    `noise[key]`.
+    """
+
+    def __init__(self, groups: Iterable[str]) -> None:
+        self.matrices: dict[str, torch.Tensor] = {}
+        self.noise: dict[str, float] = {}
+        self.tokens = dict.fromkeys(groups, 0)
+        self._halves: dict[str, list[_Half]] = {}
+
+    @torch.no_grad()
+    def add(self, key: str, x: torch.Tensor, weights: torch.Tensor | None = None) -> None:
+        """x [..., K]: the inputs of one sample. weights: float32 [tokens], on any device; None: all ones."""
+        x = x.detach().reshape(-1, x.shape[-1]).float()
+        self.tokens[key] += len(x)
+        total = float(len(x))
+        if weights is not None:
+            x, total = x * weights.sqrt().to(x.device)[:, None], float(weights.sum())
+        halves = self._halves.setdefault(key, [])
+        if len(halves) < 2:
+            halves.append(_Half(x.mT @ x, [total]))
+            return
+        half = halves[0] if len(halves[0].totals) <= len(halves[1].totals) else halves[1]
+        half.matrix.addmm_(x.mT, x)
+        half.totals.append(total)
+
+    def finish(self) -> None:
+        for key in list(self._halves):
+            self.matrices[key], self.noise[key] = _shrunk(*self._halves.pop(key))
+
+
+class MomentObserver(_Watch, MomentSums):
+    """Adds up H while samples run through the model.
 
     groups: see above; of linears that share their input the first is watched. weights: key -> float32 [tokens], in
-    the order in which tokens will come, or None for all ones. tokens: key -> how many came. matrices, once the block
-    has ended: key -> H, float32 [K, K], its off-diagonal elements shrunk by `noise[key]`.
+    the order in which tokens will come, or None for all ones. The sums are finished when the block ends.
     """
 
     def __init__(
         self, model: nn.Module, groups: Mapping[str, list[str]], weights: Mapping[str, torch.Tensor] | None = None
     ) -> None:
-        super().__init__(model, groups)
-        self.matrices: dict[str, torch.Tensor] = {}
-        self.noise: dict[str, float] = {}
-        self._halves: dict[str, list[_Half]] = {}
-        self.tokens = dict.fromkeys(groups, 0)
+        _Watch.__init__(self, model, groups)
+        MomentSums.__init__(self, groups)
         self._weights = weights
 
     def __enter__(self) -> Self:
@@ -115,34 +162,20 @@ class MomentObserver(_Watch):
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
-        for key in list(self._halves):
-            self.matrices[key], self.noise[key] = _shrunk(*self._halves.pop(key))
+        self.finish()
 
     def expert(
         self, name: str, x: torch.Tensor, result: torch.Tensor, pick: Callable[[torch.Tensor], torch.Tensor]
     ) -> None:
         if name in self.groups:
-            self._add(name, x)
+            self._weighted(name, x)
 
     def _hook(self, key: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        return lambda linear, inputs: self._add(key, inputs[0])
+        return lambda linear, inputs: self._weighted(key, inputs[0])
 
-    @torch.no_grad()
-    def _add(self, key: str, x: torch.Tensor) -> None:
-        x = x.detach().reshape(-1, x.shape[-1]).float()
-        first = self.tokens[key]
-        self.tokens[key] += len(x)
-        total = float(len(x))
-        if self._weights is not None:
-            weights = self._weights[key][first : first + len(x)]
-            x, total = x * weights.sqrt().to(x.device)[:, None], float(weights.sum())
-        halves = self._halves.setdefault(key, [])
-        if len(halves) < 2:
-            halves.append(_Half(x.mT @ x, [total]))
-            return
-        half = halves[0] if len(halves[0].totals) <= len(halves[1].totals) else halves[1]
-        half.matrix.addmm_(x.mT, x)
-        half.totals.append(total)
+    def _weighted(self, key: str, x: torch.Tensor) -> None:
+        first, count = self.tokens[key], x.shape[:-1].numel()
+        self.add(key, x, None if self._weights is None else self._weights[key][first : first + count])
 
 
 @dataclass
@@ -184,15 +217,32 @@ def _off_diagonal(matrix: torch.Tensor, size: torch.Tensor) -> float:
     return float(scaled.square().sum() - scaled.diagonal().square().sum())
 
 
-class TokenWeights(_Watch):
-    """Squared gradient norms per token at the outputs of linears, summed over the linears of a group.
+@dataclass
+class _Call:
+    """x: the inputs of a linear, [..., K]. norm: squared norms of the gradients at its outputs, float32 [tokens]."""
 
-    with TokenWeights(model, groups) as weights: run backward passes; then `weights.finish()`.
+    x: torch.Tensor
+    norm: torch.Tensor | None = None
+
+
+class TokenWeights(_Watch):
+    """Weighs tokens by squared gradient norms at the outputs of linears, summed over the linears of a group.
+
+    with TokenWeights(model, groups, use) as watch: run a sample forward and backward, then `watch.flush()`, which calls
+    use(key, inputs [..., K], weights float32 [tokens]) for each group that the sample reached. Weights are in units
+    that are a group's own, and no token counts for much more than MOST_WEIGHT times the mean of the tokens so far.
     """
 
-    def __init__(self, model: nn.Module, groups: Mapping[str, list[str]]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: Mapping[str, list[str]],
+        use: Callable[[str, torch.Tensor, torch.Tensor], object],
+    ) -> None:
         super().__init__(model, groups)
-        self._norms: dict[str, list[torch.Tensor]] = {name: [] for names in groups.values() for name in names}
+        self._use = use
+        self._calls: dict[str, list[_Call]] = {}
+        self._so_far = dict.fromkeys(groups, (0.0, 0))  # sum of the weights, tokens
 
     def __enter__(self) -> Self:
         for name, linear in self.linears.items():
@@ -203,44 +253,55 @@ class TokenWeights(_Watch):
         self, name: str, x: torch.Tensor, result: torch.Tensor, pick: Callable[[torch.Tensor], torch.Tensor]
     ) -> None:
         if name in self.groups:
-            result.register_hook(lambda gradient: self._add(name, pick(gradient)))  # type: ignore[no-untyped-call]
+            self._watch(name, x, result, pick)
 
     def _hook(self, name: str) -> Callable[..., None]:
-        def forward(linear: nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-            output.register_hook(lambda gradient: self._add(name, gradient))  # type: ignore[no-untyped-call]
+        return lambda linear, inputs, output: self._watch(name, inputs[0], output, lambda gradient: gradient)
 
-        return forward
+    def _watch(
+        self, name: str, x: torch.Tensor, result: torch.Tensor, pick: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        call = _Call(x.detach())
+        self._calls.setdefault(name, []).append(call)
 
-    def _add(self, name: str, gradient: torch.Tensor) -> None:
-        self._norms[name].append(gradient.detach().float().square().sum(-1).reshape(-1).cpu())
+        def arrived(gradient: torch.Tensor) -> None:
+            norm = torch.linalg.vector_norm(pick(gradient.detach()), dim=-1, dtype=torch.float32)
+            call.norm = norm.square().reshape(-1)
 
-    def finish(self) -> dict[str, torch.Tensor]:
-        """key -> float32 [tokens], mean 1; no token counts much more than MOST_WEIGHT times the mean.
+        result.register_hook(arrived)  # type: ignore[no-untyped-call]
 
-        Experts that no token reached have no entry.
-        """
-        result = {}
+    def flush(self) -> None:
+        """The sample is done. CheckpointError for gradients that hold NaN or Inf."""
         for key, names in self.groups.items():
-            if not self._norms[names[0]]:
-                continue
-            weight = torch.stack([torch.cat(self._norms[name]) for name in names]).sum(0)
-            if not bool(torch.isfinite(weight).all()):
-                raise CheckpointError(f"the gradient at {key} holds NaN or Inf", fix="Calibrate in float32.")
-            for _ in range(CAP_STEPS):  # the mean that caps is the capped one: a loud token must not raise its own cap
-                weight = weight.clamp(max=MOST_WEIGHT * float(weight.mean()))
-            mean = weight.mean()
-            result[key] = weight / mean if float(mean) > 0 else torch.ones_like(weight)
-        return result
+            siblings = [calls for name in names if (calls := self._calls.pop(name, None))]
+            for together in zip(*siblings, strict=True):
+                norms = [call.norm for call in together if call.norm is not None]
+                if norms:
+                    self._use(key, together[0].x, self._capped(key, torch.stack(norms).sum(0).cpu()))
+
+    def _capped(self, key: str, weight: torch.Tensor) -> torch.Tensor:
+        if not bool(torch.isfinite(weight).all()):
+            raise CheckpointError(f"the gradient at {key} holds NaN or Inf", fix="Calibrate in float32.")
+        total, tokens = self._so_far[key]
+        tokens += len(weight)
+        for _ in range(CAP_STEPS):  # the mean that caps is the capped one: a loud token must not raise its own cap
+            most = MOST_WEIGHT * (total + float(weight.sum())) / tokens
+            if float(weight.max()) <= most:
+                break
+            weight = weight.clamp(max=most)
+        self._so_far[key] = total + float(weight.sum()), tokens
+        return weight
 
 
 def fisher_backward(logits: torch.Tensor, generator: torch.Generator) -> None:
-    """logits [T, V] of one sample: draw a token from each distribution, and backpropagate its negative log-likelihood.
+    """logits [T, V]: draw a token from each distribution, and backpropagate its negative log-likelihood.
 
     Drawing from the model, not taking the text's next token, makes the squared gradient estimate the Fisher trace.
     """
-    log_p = logits.float().log_softmax(-1)
-    cumulative = log_p.detach().exp().cumsum(-1)
+    p = logits.detach().float().softmax(-1)
+    cumulative = p.cumsum(-1)
     # Uniform numbers of the CPU, so that every device draws alike; times the sum, which float32 makes about 1.
     uniform = torch.rand((len(logits), 1), generator=generator).to(logits.device) * cumulative[:, -1:]
     drawn = torch.searchsorted(cumulative, uniform, right=True).clamp(max=logits.shape[-1] - 1)
-    (-log_p.gather(-1, drawn)).sum().backward()  # type: ignore[no-untyped-call]
+    gradient = p.scatter_add_(-1, drawn, torch.full_like(uniform, -1.0))  # of -log p[drawn]
+    logits.backward(gradient.to(logits.dtype))  # type: ignore[no-untyped-call]

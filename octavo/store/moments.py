@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pydantic
 import torch
-from safetensors.torch import save
+from safetensors.torch import save, save_file
 
 from octavo.base.errors import CheckpointError, MismatchError
 from octavo.base.report import UNREADABLE, Report, atomic_write, read_json
@@ -100,10 +100,13 @@ class Moments:
 
 
 class MomentsWriter:
-    """Writes a moments folder batch by batch; the index comes last, so a killed run leaves no folder that opens."""
+    """Writes a moments folder batch by batch; the index comes last, so a killed run leaves no folder that opens.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    durable: on the disk once it is written; False for a folder that is gone with the process.
+    """
+
+    def __init__(self, folder: Path, *, durable: bool = True) -> None:
+        self.folder, self.durable = folder, durable
         self._files: dict[str, str] = {}
         self._modules: dict[str, str] = {}
         self._few: dict[str, int] = {}
@@ -115,7 +118,11 @@ class MomentsWriter:
         if not matrices:
             return
         name = f"moments-{len(set(self._files.values())) + 1:05d}.safetensors"
-        atomic_write(self.folder / name, save({key: value.float().cpu() for key, value in matrices.items()}))
+        tensors = {key: value.float().cpu().contiguous() for key, value in matrices.items()}
+        if self.durable:
+            atomic_write(self.folder / name, save(tensors))
+        else:
+            save_file(tensors, self.folder / name)
         for key in matrices:
             self._files[key] = name
             self._modules.update(dict.fromkeys(members[key], key))

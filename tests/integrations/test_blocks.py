@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from octavo.base.errors import CheckpointError, DataError
+from octavo.integrations import blocks
 from octavo.integrations.blocks import BlockWalk, blocks_of
-from octavo.integrations.moments import observe, token_weights, watched_groups
+from octavo.integrations.moments import fisher_moments, observe, watched_groups
 from octavo.modules.moments import fast_products
 
 transformers = pytest.importorskip("transformers")
@@ -58,19 +59,31 @@ def moments_of(walk, weights=None, change=lambda name, weight: None, sequential=
 
 def test_the_whole_model_at_once_gives_the_same(model):
     before = {name: p.clone() for name, p in model.named_parameters()}
-    walk = BlockWalk(model, samples(), watched_groups(model), CPU)
-    weights = walk.token_weights(nothing)
+    groups = watched_groups(model)
+    walk = BlockWalk(model, samples(), groups, CPU)
     with fast_products():
-        want = token_weights(model, watched_groups(model), samples(), nothing)
-    assert weights.keys() == want.keys()
-    for key, weight in weights.items():
-        torch.testing.assert_close(weight, want[key], rtol=1e-4, atol=1e-6)
-    found = moments_of(walk, weights)
+        wanted = fisher_moments(model, groups, samples(), nothing)
+    in_one_go = {}
+    walk.fisher_moments(lambda _, seen: in_one_go.update(seen.matrices), nothing)
+    later = moments_of(walk, walk.token_weights(nothing))
+    for found in (in_one_go, later):
+        assert found.keys() == wanted.matrices.keys()
+        for key, matrix in wanted.matrices.items():
+            torch.testing.assert_close(found[key], matrix, rtol=1e-3, atol=1e-4 * float(matrix.diagonal().max()))
+    plain = moments_of(walk)
     with fast_products():
-        wanted = observe(model, watched_groups(model), samples(), weights, nothing).matrices
-    for key, matrix in wanted.items():
-        torch.testing.assert_close(found[key], matrix, rtol=1e-4, atol=1e-6)
+        for key, matrix in observe(model, groups, samples(), nothing).matrices.items():
+            torch.testing.assert_close(plain[key], matrix, rtol=1e-4, atol=1e-6)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_the_head_in_parts_gives_the_same_gradients(model, monkeypatch):
+    """Parts of 5 of 12 tokens: the same tokens are drawn, and the same moments come out."""
+    groups = watched_groups(model)
+    whole = fisher_moments(model, groups, samples(), nothing).matrices
+    monkeypatch.setattr(blocks, "HEAD_TOKENS", 5)
+    for key, matrix in fisher_moments(model, groups, samples(), nothing).matrices.items():
+        torch.testing.assert_close(matrix, whole[key], rtol=1e-3, atol=1e-5 * float(whole[key].diagonal().max()))
 
 
 def test_sequential_blocks_see_what_was_done_to_those_before(model):
@@ -86,7 +99,7 @@ def test_sequential_blocks_see_what_was_done_to_those_before(model):
                 if not name.startswith(last):
                     model.get_submodule(name).weight.mul_(0.5)
     with fast_products():
-        halved = observe(model, watched_groups(model), samples(), None, nothing).matrices
+        halved = observe(model, watched_groups(model), samples(), nothing).matrices
     for key in walk.groups[last]:
         torch.testing.assert_close(found[key], halved[key], rtol=1e-4, atol=1e-6)
     key = next(key for key in walk.groups[last])

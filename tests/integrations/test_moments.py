@@ -71,12 +71,14 @@ def test_nan_activations_name_the_linear(opened, samples, tmp_path):
         gather_moments(opened, "d", samples, tmp_path / "m", "none")
 
 
+@pytest.mark.parametrize("options", [{"device": torch.device("cpu")}, {"memory": 1}], ids=["a device", "little memory"])
 @pytest.mark.parametrize("family", ["tiny_llama", "tiny_moe"])
-def test_block_by_block_is_the_same(family, samples, tmp_path, request):
+def test_block_by_block_is_the_same(family, options, samples, tmp_path, request, monkeypatch):
     """What a GPU does: one block at a time, the others in host memory; experts in stacks too."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)  # the whole model would be in BF16
     opened = measuring.open_model(request.getfixturevalue(family), dtype=torch.float32)
     whole = gather_moments(opened, "d", samples, tmp_path / "w", "fisher")
-    walked = gather_moments(opened, "d", samples, tmp_path / "b", "fisher", device=torch.device("cpu"))
+    walked = gather_moments(opened, "d", samples, tmp_path / "b", "fisher", **options)
     assert walked.index.modules == whole.index.modules and walked.index.few == whole.index.few
     for module in whole.index.modules:
         torch.testing.assert_close(walked.get(module), whole.get(module), rtol=1e-3, atol=1e-4)

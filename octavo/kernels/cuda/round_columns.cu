@@ -1,6 +1,6 @@
 // Compensated rounding of up to 128 columns of a weight matrix, one warp a row: the loops of formats.rounding.
 //
-// COMPENSATE: code = nearest(v / s); out = (v - code s) / M[j][j]. Else coordinate descent: code = nearest(code + v /
+// COMPENSATE: code = nearest(v / s); out = v - code s. Else coordinate descent: code = nearest(code + v /
 // M[j][j] / s); out = (new code - old code) s; columns whose M[j][j] is 0 stay. Then, for the columns i > j of the
 // block, v[i] -= M[j][i] out. Rows are independent, columns are not: lane l holds columns l, l + 32, l + 64, l + 96, and
 // the lane that owns column j tells the others what it came to.
@@ -44,7 +44,7 @@ NAME(const float* value, i64 value_stride, const float* scale, i64 scale_stride,
             float found;
             if (COMPENSATE) {
                 const float y = nearest(v[mine] / s[mine]);
-                found = (v[mine] - rounded_product(y, s[mine])) / diagonal[mine];
+                found = v[mine] - rounded_product(y, s[mine]);
                 if (lane == owner) c[mine] = y;
             } else {
                 const bool live = diagonal[mine] > 0.0f;
