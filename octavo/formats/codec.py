@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from octavo.formats.spec import FloatSpec
@@ -48,13 +50,20 @@ def nearest(y: torch.Tensor, spec: FloatSpec) -> torch.Tensor:
 def nearest_(y: torch.Tensor, spec: FloatSpec, scratch: torch.Tensor | None = None) -> torch.Tensor:
     """`nearest` in place and in fewer operations, but zeros lose their sign. scratch: shaped and typed like y.
 
-    To y, 1.5 * 2**23 steps are added and taken away again: float32 rounds the sum to whole steps.
+    To y, LIFT steps are added and taken away again: float32 rounds the sum to whole steps.
     """
     scratch = torch.empty_like(y) if scratch is None else scratch
+    exponent, lift = _lifting(spec)
     y.clamp_(-spec.max, spec.max)
-    torch.bitwise_and(y.view(torch.int32), 0x7F800000, out=scratch.view(torch.int32))
-    lift = scratch.mul_(LIFT * 2.0**-spec.mantissa).clamp_(min=LIFT * spec.min_subnormal)
-    return y.add_(lift).sub_(lift)
+    torch.bitwise_and(y.view(torch.int32), exponent, out=scratch.view(torch.int32))
+    steps = scratch.mul_(lift).clamp_min_(LIFT * spec.min_subnormal)
+    return y.add_(steps).sub_(steps)
+
+
+@cache
+def _lifting(spec: FloatSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """The exponent's bits, and what makes LIFT steps of a power of two. Scalars cost more as numbers than as tensors."""
+    return torch.tensor(0x7F800000, dtype=torch.int32), torch.tensor(LIFT * 2.0**-spec.mantissa)
 
 
 def decode(codes: torch.Tensor, spec: FloatSpec) -> torch.Tensor:

@@ -66,12 +66,12 @@ class PanelColumns:
         self, weight: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor, spec: FloatSpec
     ) -> tuple[torch.Tensor, torch.Tensor]:
         panel = self._panel_for(weight, scale)
-        before = factor.mT.neg()
+        before = factor.mT.neg().unbind()
         with _ONE_LOOP:
             for j, (v, s, y, error) in enumerate(
                 zip(panel.values, panel.scales, panel.codes, panel.results, strict=True)
             ):
-                v.addmv_(panel.earlier[j], before[j, :j])
+                v.addmv_(panel.earlier[j], before[j].narrow(0, 0, j))
                 nearest_(torch.div(v, s, out=y), spec, panel.scratch)
                 torch.sub(v, torch.mul(y, s, out=error), out=error)
         return panel.code.mT, panel.result.mT
@@ -82,13 +82,13 @@ class PanelColumns:
         panel = self._panel_for(gradient, scale)
         panel.code.copy_(y.mT)
         panel.result.zero_()
-        before = h.neg()
+        before = h.neg().unbind()
         with _ONE_LOOP:
             for j, diagonal in enumerate(h.diagonal().tolist()):
                 if not diagonal > 0:
                     continue
                 v, s, code, moved = panel.values[j], panel.scales[j], panel.codes[j], panel.results[j]
-                v.addmv_(panel.earlier[j], before[j, :j])
+                v.addmv_(panel.earlier[j], before[j].narrow(0, 0, j))
                 better = nearest_(torch.addcdiv(code, v, s, value=1 / diagonal, out=v), spec, panel.scratch)
                 torch.sub(better, code, out=moved).mul_(s)
                 code.copy_(better)
