@@ -62,8 +62,9 @@ def nearest_(y: torch.Tensor, spec: FloatSpec, scratch: torch.Tensor | None = No
 
 @cache
 def _lifting(spec: FloatSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """The exponent's bits, and what makes LIFT steps of a power of two. Scalars cost more as numbers than as tensors."""
-    return torch.tensor(0x7F800000, dtype=torch.int32), torch.tensor(LIFT * 2.0**-spec.mantissa)
+    """The exponent's bits, and what makes LIFT steps of a power of two; as tensors they cost less than as numbers."""
+    factor = LIFT * 2.0**-spec.mantissa
+    return torch.tensor(0x7F800000, dtype=torch.int32, device="cpu"), torch.tensor(factor, device="cpu")
 
 
 def decode(codes: torch.Tensor, spec: FloatSpec) -> torch.Tensor:

@@ -95,7 +95,7 @@ class PanelColumns:
         return panel.code.mT, panel.result.mT
 
     def encode(self, y: torch.Tensor, spec: FloatSpec) -> torch.Tensor:
-        codes = torch.empty(y.shape, dtype=torch.uint8)
+        codes = torch.empty(y.shape, dtype=torch.uint8, device=y.device)
         encode_into(y, codes, spec)
         return codes
 
@@ -114,11 +114,11 @@ class _Panel:
     """
 
     def __init__(self, b: int, n: int) -> None:
-        self.value, self.scale, self.code, self.result = torch.empty(4, b, n).unbind()
+        self.value, self.scale, self.code, self.result = torch.empty(4, b, n, device="cpu").unbind()
         self.values, self.scales = self.value.unbind(), self.scale.unbind()
         self.codes, self.results = self.code.unbind(), self.result.unbind()
         self.earlier = [self.result[:j].mT for j in range(b)]
-        self.scratch = torch.empty(n)
+        self.scratch = torch.empty(n, device="cpu")
 
 
 def _launch(
