@@ -35,11 +35,6 @@ class Target:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
-def address(value: torch.Tensor) -> int:
-    """Where a tensor lies in memory; a distributed one is known by its object alone."""
-    return 0 if isinstance(value, DTensor) else value.data_ptr()
-
-
 def is_sharded(value: torch.Tensor) -> bool:
     return isinstance(value, DTensor)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,7 +29,6 @@ from octavo.base.report import UNREADABLE, read_json
 from octavo.store.snapshot.layout import Layout, lay_out
 from octavo.store.snapshot.shards import (
     Target,
-    address,
     is_sharded,
     is_writer,
     load_tensors,
@@ -92,14 +91,15 @@ class TrainingState:
 
     def layout(self, kind: str, rank: int, world: int) -> Layout:
         """The files of this rank. Computed again only when tensors came, went or moved."""
-        groups = {ADAPTER if self.partial else MODEL: self.weights()}
-        if kind == "full":
-            groups[OPTIMIZER] = dict(self._moments())
-        values = [value for group in groups.values() for value in group.values()]
-        key = [*map(list, groups.values()), [*map(id, values)], [*map(address, values)]]
+        stem, weights = ADAPTER if self.partial else MODEL, self.weights()
+        moments = self._moments() if kind == "full" else []
+        values = [*weights.values(), *(value for _, _, value in moments)]
+        key = [*weights], [name for _, name, _ in moments], [*map(id, values)], [*map(torch.Tensor.data_ptr, values)]
         known = self._laid_out.get((kind, rank, world))
         if known is None or known[0] != key:
-            files = {}
+            files, groups = {}, {stem: weights}
+            if kind == "full":
+                groups[OPTIMIZER] = {f"{self._stems[id(p)]}.{name}": value for p, name, value in moments}
             for stem, tensors in groups.items():
                 # An adapter that every rank has whole is one file, as PEFT reads it.
                 writers = 1 if stem == ADAPTER and not any(map(is_sharded, tensors.values())) else world
@@ -118,7 +118,7 @@ class TrainingState:
         values = {
             **more,
             "optimizer_groups": self._groups(),
-            "optimizer_values": dict(self._moments(tensors=False)),
+            "optimizer_values": {f"{self._stems[id(p)]}.{n}": v for p, n, v in self._moments(tensors=False)},
             "scheduler": self.scheduler.state_dict() if self.scheduler else None,
             "extra": {name: item.state_dict() for name, item in self.extra.items()},
             **_plain_random(),
@@ -160,14 +160,20 @@ class TrainingState:
         if world != saved_world:
             logger().warning("%s was written by %d ranks, not %d: random states differ", folder, saved_world, world)
 
-    def _moments(self, *, tensors: bool = True) -> Iterator[tuple[str, Any]]:
-        """Optimizer state by name: the tensors, or the plain values that some optimizers keep beside them."""
-        for group in self.optimizer.param_groups:
-            for p in group["params"]:
-                stem = self._stems[id(p)]
-                for key, value in self.optimizer.state.get(p, {}).items():
-                    if isinstance(value, torch.Tensor) == tensors:
-                        yield f"{stem}.{key}", value
+    def _moments(self, *, tensors: bool = True) -> list[tuple[torch.Tensor, str, Any]]:
+        """Parameter, name, value of the optimizer's state: the tensors, or the plain values that some keep beside them.
+
+        The time of every snapshot that training stands still for: no more work for a tensor than this.
+        """
+        state = self.optimizer.state
+        return [
+            (p, name, value)
+            for group in self.optimizer.param_groups
+            for p in group["params"]
+            if p in state
+            for name, value in state[p].items()
+            if isinstance(value, torch.Tensor) == tensors
+        ]
 
     def _groups(self) -> list[dict[str, Any]]:
         groups = []
@@ -242,7 +248,7 @@ def load_random(folder: Path, rank: int, saved_world: int) -> None:
 
 def _plain_random() -> dict[str, Any]:
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    numpy_state = [kind, [int(key) for key in keys], position, has_gauss, cached]
+    numpy_state = [kind, np.asarray(keys).tolist(), position, has_gauss, cached]
     return {"python_random": random.getstate(), "numpy_random": numpy_state}
 
 
