@@ -100,19 +100,20 @@ def encode_downs(adapters: Sequence[torch.Tensor], scalings: Sequence[float]) ->
 def append_products(q: ScaledTensor, downs: Downs, dtype: torch.dtype) -> tuple[ScaledTensor, torch.Tensor]:
     """q [M, K] with room behind its rows -> [q | u] [M, K + room], and scaling * q A^T [M, R] of `dtype`.
 
-    The codes and scales of q are those of the result: where a token's scale grows, they change.
+    The codes and scales of q are those of the result: where a token's scale grows, they change. A token with NaN or Inf
+    has scales of NaN, so that whatever is made of its codes is NaN too.
     """
     count = -(-2 * downs.rank // STEP) * STEP
     if isinstance(q.granularity, PerGroup):
         a = downs.codes[:count]
         unscaled = torch.ones(groups.BLOCK.scale_shape(tuple(a.shape)), device=a.device)
-        sums = groups.product(q, ScaledTensor(a, unscaled, E4M3, groups.BLOCK), dtype)
+        sums = groups.product(q, ScaledTensor(a, unscaled, E4M3, groups.BLOCK), torch.bfloat16)
     else:  # the sums of codes as they are, in long sums: this product is bound by reading q
         one, whole = _one(q.codes.device), F.ScalingType.TensorWise
         a = downs.codes[:count].view(E4M3.dtype)
-        sums = F.scaled_mm(q.as_float8(), a.mT, one, whole, one, whole, output_dtype=dtype)
-    low = torch.empty((q.shape[0], downs.rank), dtype=dtype, device=sums.device)
-    return _append(q, sums, downs, low), low
+        sums = F.scaled_mm(q.as_float8(), a.mT, one, whole, one, whole, output_dtype=torch.bfloat16)
+    low = torch.empty((q.shape[0], downs.rank), dtype=torch.bfloat16, device=sums.device)
+    return _append(q, sums, downs, low), low.to(dtype)
 
 
 def append_gradients(q: ScaledTensor, low: torch.Tensor, downs: Downs) -> ScaledTensor:
@@ -178,7 +179,13 @@ def sums_over_tokens(low: torch.Tensor, q: ScaledTensor) -> torch.Tensor:
             sums if rank <= MOST_RANKS else torch.empty((chunks, min(MOST_RANKS, rank - begin), k), device=low.device)
         )
         ranks = -(-part.shape[1] // 16)
-        defines = {"X_BF16": int(low.dtype == torch.bfloat16), "RANKS": ranks, "CHUNK": CHUNK, "GROUPED": int(grouped)}
+        defines = {
+            "X_BF16": int(low.dtype == torch.bfloat16),
+            "RANKS": ranks,
+            "CHUNK": CHUNK,
+            "ALIGNED": int(rank % 8 == 0 and low.data_ptr() % 16 == 0),
+            "GROUPED": int(grouped),
+        }
         strides = (np.int64(size) for size in (q.codes.stride(0), rank, q.scale.stride(1)))
         arguments = q.codes, q.scale, low[:, begin:], part, np.int64(m), np.int32(k), np.int32(part.shape[1]), *strides
         variant = loader.Variant("over_tokens.cu", tuple(defines.items()))
@@ -229,7 +236,8 @@ def _append(q: ScaledTensor, low: torch.Tensor, downs: Downs, kept: torch.Tensor
             scale[:, k // 128 :] = shrunk
         else:
             codes[:, :k] = _shrink(q.codes, shrunk)
-            q.scale.mul_(shrunk)
+            scale.mul_(shrunk)
+        scale.masked_fill_(~torch.isfinite(u).all(1, keepdim=True), torch.nan)
         codes[:, k:] = torch.cat([leading, leading, trailing, codes.new_zeros(m, room - TERMS * rank)], dim=1)
     elif m:
         forms = {"X_BF16": low.dtype == torch.bfloat16, "FORWARD": kept is not None, "GROUPED": grouped}

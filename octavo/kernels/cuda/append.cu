@@ -5,7 +5,7 @@
 // Backward: low [M, R], times unit[j] and over the token's scale.
 // A token whose values are beyond 448 takes a larger scale: its codes shrink by a power of two. GROUPED: scales are per
 // group of 128 columns, those of a group `group_stride` apart; the sums are of decoded values, and what is written takes
-// a scale of its own. One warp a token.
+// a scale of its own. A token with NaN or Inf among its values is NaN as a whole, by its scales. One warp a token.
 // Compiled with: NAME, X_BF16, FORWARD, GROUPED. Needs K, room and pitch % 16 == 0, GROUPED K and room % 128 == 0.
 #include "terms.cuh"
 
@@ -23,12 +23,15 @@ NAME(const u16* low, const float* unit, u8* codes, float* scale, u16* kept, floa
     u8* row = codes + token * pitch;
     const auto sum = [=](int j) { return FORWARD ? float_of(from[j]) + float_of(from[R + j]) : float_of(from[j]); };
     const auto value = [=](int j) { return FORWARD ? (GROUPED ? sum(j) : sum(j) * range) : sum(j) * unit[j] / own; };
-    float largest = 0.0f;
+    float largest = 0.0f, wrong = 0.0f;
     for (int j = lane; j < R; j += 32) {
         largest = fmaxf(largest, fabsf(value(j)));
+        if (!(fabsf(value(j)) < INFINITE)) wrong = 1.0f;
         if (FORWARD) kept[token * R + j] = rounded(sum(j) * (own * unit[j]));
     }
     largest = max_of_warp(largest);
+    const bool valid = max_of_warp(wrong) == 0.0f;
+    const float nan = float_of_bits(0x7FC00000u);
     const float shrunk = GROUPED ? scale_of_largest(largest) : shrinkage(largest);
     if (!GROUPED && shrunk != 1.0f) shrink_codes(row, K, shrunk);
     for (int j = lane; j < R; j += 32) {
@@ -39,8 +42,9 @@ NAME(const u16* low, const float* unit, u8* codes, float* scale, u16* kept, floa
     }
     for (int j = 3 * R + lane; j < room; j += 32) row[K + j] = 0;
 #if GROUPED
-    for (int group = K / 128 + lane; group < (K + room) / 128; group += 32) scale[group * group_stride + token] = shrunk;
+    for (int group = (valid ? K / 128 : 0) + lane; group < (K + room) / 128; group += 32)
+        scale[group * group_stride + token] = valid ? shrunk : nan;
 #else
-    if (lane == 0) scale[token] = own * shrunk;
+    if (lane == 0) scale[token] = valid ? own * shrunk : nan;
 #endif
 }

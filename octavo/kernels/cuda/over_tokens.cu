@@ -6,10 +6,10 @@
 // 8g to 8g + 7 of sixty-four, one for each of 8 products. A block takes 256 columns and CHUNK tokens and writes its own
 // sums, float32 [chunk, R, K]: whoever adds them has the same bits every time.
 // GROUPED: scales are per group of 128 columns, those of a group `group_stride` apart, not per token.
-// Compiled with: NAME, X_BF16, RANKS, CHUNK (a multiple of 128), GROUPED. Needs K and pitch % 8 == 0. NaN codes read as +-480.
+// Compiled with: NAME, X_BF16, RANKS, CHUNK (a multiple of 128), ALIGNED (rows of low on 16 bytes, R % 8 == 0), GROUPED. Needs K and pitch % 8 == 0. NaN codes read as +-480.
 #include "device.cuh"
 
-#define THREADS 128
+#define THREADS 128  // one for each token of a stage
 #define SETS (GROUPED ? 2 : 1)  // of scales that a block needs
 #define STAGE 128  // tokens of low in shared memory
 #define PITCH (STAGE + 16)  // 8 words past a multiple of 32: the rows of a half-warp are in different banks
@@ -19,6 +19,27 @@ DEVICE float float_of(u16 bits) { return X_BF16 ? float_of_bits(u32(bits) << 16)
 struct Words {
     u32 at[2];
 };
+
+struct Eight {
+    u16 at[8];
+};
+
+// Ranks j to j + 7 of a token, zeros beyond R.
+DEVICE Eight eight_of(const u16* row, int j, int R) {
+    Eight v = {};
+#if ALIGNED
+    if (j >= R) return v;
+    const uint4 loaded = *reinterpret_cast<const uint4*>(row + j);
+    const u32 word[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) v.at[i] = u16(word[i / 2] >> (i % 2 * 16));
+#else
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+        if (j + i < R) v.at[i] = row[j + i];
+#endif
+    return v;
+}
 
 // Four rows of 4 codes -> four columns of 4.
 DEVICE void turn(u32 (&w)[4]) {
@@ -42,25 +63,39 @@ NAME(const u8* codes, const float* scale, const u16* low, float* sums, i64 M, in
         return Words{{v.x, v.y}};
     };
     float sum[RANKS][8][4] = {};
+    Eight ahead[2 * RANKS];  // what the next stage and the next sixteen tokens need is on its way
+    float unit[SETS];
+    const auto fetch = [&](i64 token) {
+#pragma unroll
+        for (int i = 0; i < 2 * RANKS; ++i) ahead[i] = eight_of(low + token * low_pitch, 8 * i, token < end ? R : 0);
+#pragma unroll
+        for (int s = 0; s < SETS; ++s) {
+            const bool there = token < end && (!GROUPED || int(blockIdx.x) * 256 + s * 128 < K);
+            unit[s] = there ? scale[GROUPED ? (i64(blockIdx.x) * 2 + s) * group_stride + token : token] : 0.0f;
+        }
+    };
+    Words next[4];
+    const auto advance = [&](i64 token) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) next[i] = load(token + 4 * t + i);
+    };
+    fetch(first + threadIdx.x);
+    advance(first);
     for (i64 begin = first; begin < end; begin += STAGE) {
         __syncthreads();
-        for (int i = threadIdx.x; i < 16 * RANKS * STAGE; i += THREADS) {
-            const int j = i % (16 * RANKS), token = i / (16 * RANKS);
-            const bool inside = j < R && begin + token < end;
-            const float value = inside ? float_of(low[(begin + token) * low_pitch + j]) : 0.0f;
 #pragma unroll
-            for (int s = 0; s < SETS; ++s) {
-                const bool there = inside && (!GROUPED || blockIdx.x * 256 + s * 128 < K);
-                const float* of = scale + (GROUPED ? (i64(blockIdx.x) * 2 + s) * group_stride : 0);
-                turned[s][j][token] = bf16_of_float(there ? value * of[begin + token] : 0.0f);
-            }
-        }
+        for (int s = 0; s < SETS; ++s)
+#pragma unroll
+            for (int j = 0; j < 16 * RANKS; ++j)
+                turned[s][j][threadIdx.x] = bf16_of_float(float_of(ahead[j / 8].at[j % 8]) * unit[s]);
         __syncthreads();
+        fetch(begin + STAGE + threadIdx.x);
 #pragma unroll 2
         for (int group = 0; group < STAGE; group += 16) {
             Words row[4];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) row[i] = load(begin + group + 4 * t + i);
+            for (int i = 0; i < 4; ++i) row[i] = next[i];
+            advance(begin + group + 16);
             u32 b[8][2];
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
