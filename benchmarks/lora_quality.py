@@ -1,10 +1,10 @@
 """What FP8 products cost a LoRA run: held-out losses beside BF16 runs, gradients beside exact arithmetic.
 
-    python benchmarks/lora_quality.py [--model demo] [--only NAME ...] [--seeds 0 1 2] [--steps 57] [--out FILE]
+    python benchmarks/lora_quality.py [--model demo] [--only NAME ...] [--seeds 0 1] [--variants NAME ...] [--out FILE]
     python benchmarks/lora_quality.py --read FILE ... [--svg FILE]     what earlier runs say together, and their curves
 
 Needs torch, Transformers, PEFT and a model folder; on a CPU the fused layers run as their oracle in torch, slowly. A
-GPU waits for launches here: run the seeds beside each other and read their files together.
+GPU waits for launches here: run seeds and variants beside each other and read their files together.
 
 curves: LoRA, r=16 on all linears, float32 adapters, BF16 autocast, the same adapters and the same order of data for
     bf16         over the model in BF16
@@ -113,7 +113,7 @@ class Lab:
     def judge(self, model: nn.Module) -> float:
         """Mean held-out loss, nats a token."""
         model.eval()
-        parts = self.held_out.split(3 * self.args.micro)
+        parts = self.held_out.split(2 * self.args.micro)
         total = sum(float(self.loss(model, part)) * len(part) for part in parts)
         model.train()
         return total / len(self.held_out)
@@ -147,7 +147,7 @@ def decode(model: nn.Module, dtype: torch.dtype) -> None:
 
 def curves(lab: Lab) -> Iterator[dict[str, Any]]:
     for seed in lab.args.seeds:
-        for variant in VARIANTS:
+        for variant in lab.args.variants:
             gc.collect()
             points: list[tuple[int, float]] = []
             begin: list[torch.Tensor] = []
@@ -312,8 +312,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", default="demo", help="a folder, or demo: SmolLM2-135M-Instruct")
     parser.add_argument("--only", nargs="*", default=["gradients", "curves"], choices=["gradients", "curves"])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--variants", nargs="*", default=list(VARIANTS), choices=list(VARIANTS))
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=57)
+    parser.add_argument("--steps", type=int, default=38)
     parser.add_argument("--warm", type=int, default=10, help="steps before gradients are compared")
     parser.add_argument("--every", type=int, default=6, help="steps between two points of a curve")
     parser.add_argument("--micro", type=int, default=8, help="windows a step")
