@@ -16,7 +16,7 @@ import json
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,12 +33,14 @@ from trl.models.selective_activation_checkpointing import enable_selective_activ
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from octavo import Float8Linear, FrozenFloat8Linear
-from octavo.formats.granularity import from_tile
+from octavo.formats.granularity import PerRow, from_tile
 from octavo.formats.recipe import Rule
 from octavo.formats.scaled import ScaledTensor
 from octavo.formats.spec import SPECS
+from octavo.integrations import fused as fused_layers
 from octavo.integrations.peft import get_peft_model, lora_config
-from octavo.ops import dequant
+from octavo.kernels.cuda import loader
+from octavo.ops import dequant, extension, fused, native
 from octavo.workflows.planner.memory import memory
 from octavo.workflows.planner.model import Model
 from octavo.workflows.planner.setup import Setup
@@ -180,7 +182,13 @@ def build(config: dict[str, Any], setup: Setup) -> nn.Module:
                     new = (
                         Float8Linear.from_linear(module)
                         if setup.method == "full"
-                        else FrozenFloat8Linear(module.in_features, module.out_features, device="meta")
+                        else FrozenFloat8Linear(
+                            module.in_features,
+                            module.out_features,
+                            rule=Rule(SPECS["e4m3"], PerRow()),
+                            activation="token" if setup.saved_fp8 else "none",
+                            device="meta",
+                        )
                     )
                     model.model.layers.set_submodule(name, new)
         if setup.method == "lora":
@@ -248,8 +256,24 @@ def _on_a_gpu(model_type: str) -> Iterator[None]:
     def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return x.new_empty(x.shape[0], w.shape[0], dtype=torch.float32)
 
-    causal = mock.patch.object(modeling, "create_causal_mask", lambda *a, **k: None)
-    with causal, mock.patch.object(dequant, "_matmul", product):
+    def scaled_mm(x: torch.Tensor, w: torch.Tensor, *_: Any, output_dtype: torch.dtype, **__: Any) -> torch.Tensor:
+        return x.new_empty(x.shape[0], w.shape[1], dtype=output_dtype)
+
+    instead: list[tuple[Any, str, Callable[..., Any]]] = [
+        (modeling, "create_causal_mask", lambda *a, **k: None),
+        (dequant, "_matmul", product),
+        # Fused layers: their kernels' tensors without the kernels.
+        (torch.nn.functional, "scaled_mm", scaled_mm),
+        (fused, "on_kernels", lambda x: True),
+        (fused_layers, "products_run", lambda shape, device: True),
+        (fused_layers, "codes_suffice", lambda weight: True),
+        (loader, "launch", lambda *a: None),
+        (native, "_aligned", lambda x: x),
+        (extension, "_master", lambda part: part),
+    ]
+    with ExitStack() as stack:
+        for owner, name, other in instead:
+            stack.enter_context(mock.patch.object(owner, name, other))
         yield
 
 
@@ -376,7 +400,8 @@ def main() -> int:
     print("                                     GiB of allocated memory          reserved, and above allocated")
     print("setting                            formula replayed  error      plain      expandable  formula error")
     for setup in setups([int(n) for n in options.tokens.split(",")]):
-        name = f"{setup.method} {setup.precision} {setup.context} {setup.checkpointing} {setup.loss}"
+        precision = f"{setup.precision} saved" if setup.saved_fp8 else setup.precision
+        name = f"{setup.method} {precision} {setup.context} {setup.checkpointing} {setup.loss}"
         if options.only not in name:
             continue
         real, account = replay(config, setup), memory(model, setup)
@@ -396,19 +421,21 @@ def main() -> int:
 
 
 def setups(contexts: list[int]) -> Iterator[Setup]:
+    ways = [(method, precision, False) for method in ("lora", "full") for precision in ("bf16", "fp8")]
     for context in contexts:
-        for method in ("lora", "full"):
-            for precision in ("bf16", "fp8"):
-                for checkpointing in ("none", "full"):
-                    for loss in ("tiled", "plain"):
-                        yield Setup(
-                            method=method,
-                            precision=precision,
-                            context=context,
-                            checkpointing=checkpointing,
-                            loss=loss,
-                            evaluates=False,
-                        )
+        for method, precision, saved_fp8 in (*ways, ("lora", "fp8", True)):
+            for checkpointing in ("none", "full"):
+                for loss in ("tiled", "plain"):
+                    yield Setup(
+                        method=method,
+                        precision=precision,
+                        context=context,
+                        checkpointing=checkpointing,  # type: ignore[arg-type]
+                        loss=loss,  # type: ignore[arg-type]
+                        saved_fp8=saved_fp8,
+                        backend="native" if saved_fp8 else "dequant",
+                        evaluates=False,
+                    )
 
 
 if __name__ == "__main__":

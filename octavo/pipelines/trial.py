@@ -164,6 +164,7 @@ class _Search:
             accumulation=self.each // micro,
             expandable=expandable_segments() or not setting(),  # octavo finetune asks for them where nobody else does
             width=4 if cpu else 2,
+            saved_fp8=backend == "native" and self.settings.get("activation") == "token",
             backend=backend,
             world=self.processes,
             sharding="ddp" if self.processes > 1 else "none",

@@ -182,7 +182,7 @@ def _setups(config: PlanConfig) -> list[Setup]:
             checkpointing=mode,  # type: ignore[arg-type]
             loss=config.loss,
             fused_layers=config.loss == "liger",
-            saved_fp8=config.saved_fp8,
+            saved_fp8=config.saved_fp8 and precision == "fp8" and config.method == "lora",
         )
         for precision, mode in product(precisions, modes)
     ]
@@ -207,6 +207,7 @@ def _run(config: PlanConfig, best: Candidate | None, steps: int | None) -> dict[
         "out": None if config.out is None else str(config.out),
         "mode": "lora" if best.setup.precision == "fp8" else "two-stage",
         "scheme": best.scheme,
+        "activation": "token" if best.setup.saved_fp8 else None,
         "rank": config.rank,
         "alpha": 2 * config.rank,
         "target_modules": list(config.target_modules) or None,
@@ -223,7 +224,6 @@ def why_not(config: PlanConfig, gpus: int = 1) -> str:
     """What octavo finetune does not run yet, or nothing."""
     cannot = {
         "method full": config.method == "full",
-        "activations saved in FP8": config.saved_fp8,
         f"loss {config.loss}": config.loss != "tiled",
         "several GPUs: plan with --max-gpus 1": gpus > 1,
     }

@@ -5,6 +5,7 @@ Tests hook autograd in eleven families and compare. Nothing here is fitted.
 
 from __future__ import annotations
 
+from octavo.workflows.planner import fused
 from octavo.workflows.planner.model import Model, Width
 from octavo.workflows.planner.setup import Setup
 
@@ -15,6 +16,9 @@ def trains_experts(model: Model, setup: Setup, width: Width) -> bool:
 
 def saved_per_token(model: Model, setup: Setup, width: Width) -> float:
     """Bytes that autograd keeps per token for one decoder layer without recomputation."""
+    if setup.saved_fp8:
+        own = setup.width * model.attention[3] if model.family.scores else 0  # the output is what O reads again
+        return fused.saved_per_token(model, setup, width, _attention_per_token(model, setup) + own)
     a, h, full = setup.width, model.hidden, setup.method == "full"
     experts_train = trains_experts(model, setup, width)
     # Autocast over float32 master weights leaves the residual stream in float32, and stacked experts as well.
@@ -27,7 +31,7 @@ def saved_per_token(model: Model, setup: Setup, width: Width) -> float:
     # Tokens gathered for the experts, and their results before the weighted sum.
     total += (1 + experts_train) * wide * width.routed * h
     inputs = _inputs_per_token(model, setup, width) + (wide * width.ffn if experts_train else 0)
-    return (total + inputs) / (2 if setup.saved_fp8 else 1)
+    return total + inputs
 
 
 def _attention_per_token(model: Model, setup: Setup) -> float:

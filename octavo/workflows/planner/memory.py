@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 
+from octavo.workflows.planner import fused
 from octavo.workflows.planner.activations import blocks, stream
 from octavo.workflows.planner.model import Model, Width
 from octavo.workflows.planner.setup import Setup
@@ -192,6 +193,8 @@ def _copies(model: Model, setup: Setup) -> tuple[float, float, float]:
 def _scratch(model: Model, setup: Setup, width: Width) -> tuple[float, float]:
     """What a block takes for a moment: an FP8 linear beside its result, forward; gradients in flight while its MLP goes
     backward, with a weight's gradient in 16 bit and float32."""
+    if setup.saved_fp8:
+        return fused.scratch(model, setup, width)
     a, tokens = setup.width, setup.tokens
     rows, cols = width.linear
     values, wide = rows * cols, max(width.ffn, model.hidden) * tokens

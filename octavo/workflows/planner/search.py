@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 
+from octavo.workflows.planner import fused
 from octavo.workflows.planner.memory import Memory, memory, trained_parameters
 from octavo.workflows.planner.model import Model
 from octavo.workflows.planner.setup import Setup
@@ -122,7 +123,7 @@ def per_place(candidates: list[Candidate]) -> list[Candidate]:
 
 
 def describe(setup: Setup) -> str:
-    parts = [setup.precision, f"checkpointing {setup.checkpointing}"]
+    parts = [f"{setup.precision}{', saved too' * setup.saved_fp8}", f"checkpointing {setup.checkpointing}"]
     return ", ".join(parts + ([setup.sharding] if setup.sharding != "none" else []))
 
 
@@ -181,11 +182,16 @@ def _best(model: Model, machine: Machine, nodes: int, setup: Setup, limits: Limi
         return f"FP8 storage needs sm80 or later, {machine.gpu.name} is {machine.gpu.sm}"
     if setup.precision == "fp8" and setup.method == "full" and arithmetic != "fp8":
         return f"FP8 for full training is a matter of FP8 products alone: {why}"
+    if setup.saved_fp8:
+        reason = fused.refused(model, scheme) or fp8_arithmetic(machine.gpu, scheme)
+        if reason:
+            return reason
+        arithmetic, used, why = "fp8", scheme, ""
     usable = min(machine.gpu.memory, limits.memory or machine.gpu.memory) * USABLE
     best: Candidate | None = None
     reason = ""
     each = limits.batch // setup.world
-    own = octavo_backend(machine.gpu, arithmetic)
+    own = "native" if setup.saved_fp8 else octavo_backend(machine.gpu, arithmetic)
     for micro in (n for n in range(1, each + 1) if each % n == 0):
         tried = replace(setup, micro=micro, accumulation=each // micro, backend=own)
         account = memory(model, tried)

@@ -17,8 +17,9 @@ class Setup:
     once; `liger`. fused_layers: Liger's norms, activation and rotary embedding. adapters: `autocast` (Trainer),
     `float32` (PEFT without autocast), `same` (16-bit adapters). micro: sequences of one pass; accumulation: passes of
     an optimizer step. world: GPUs; sharding: none, ddp or fsdp. width: bytes of a 16-bit value; 4 on a CPU, which
-    computes in float32. context: tokens of a sequence. saved_fp8: activations saved in FP8. backend: of Octavo's
-    FP8 linears. expandable: segments of the allocator. evaluates: held-out perplexity on windows between the steps.
+    computes in float32. context: tokens of a sequence. saved_fp8: LoRA over FP8 in Octavo's fused layers, which keep
+    activations in FP8. backend: of Octavo's FP8 linears. expandable: segments of the allocator. evaluates: held-out
+    perplexity on windows between the steps.
     """
 
     method: str = "lora"

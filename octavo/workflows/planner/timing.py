@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from octavo.workflows.planner import fused
 from octavo.workflows.planner.memory import liger_chunks, trained_parameters
 from octavo.workflows.planner.model import Model, Width
 from octavo.workflows.planner.setup import Setup
@@ -129,7 +130,9 @@ def _device(model: Model, setup: Setup, gpu: Gpu, kind: Rates, own: Backend) -> 
     moved = sum(_moved(model, setup, width) * width.layers for width in model.widths) * tokens / kind.eager
     moved += (_moved_weights(model, setup) + _moved_loss(model, setup)) / kind.copy
     found = {"products": gemm, "head": head, "attention": attention, "element-wise": moved}
-    if setup.precision == "fp8":
+    if setup.saved_fp8:
+        found["transposing weights"] = fused.moved_weights(model, setup) / kind.copy
+    elif setup.precision == "fp8":
         found["decoding and rounding"] = _moved_fp8(model, setup, own) / kind.copy
     return found
 
@@ -148,6 +151,9 @@ def _gemm_seconds(setup: Setup, kind: Rates, width: Width, tokens: int, passes: 
 
 def _moved(model: Model, setup: Setup, width: Width) -> float:
     """Bytes that element-wise kernels read and write per token and layer, forward, recomputed and backward."""
+    if setup.saved_fp8:
+        forward, backward = fused.moved(model, setup, width)
+        return forward * (1 + setup.recomputes) + backward
     a, h, linears = setup.width, model.hidden, width.adapted_in + width.adapted_out
     q, k, _, _ = model.attention
     norms, rope = len(model.family.norms), (2 if setup.fused_layers else 11) * a * (q + k)
@@ -197,9 +203,10 @@ def _moved_loss(model: Model, setup: Setup) -> float:
 
 def _host(model: Model, setup: Setup, own: Backend) -> float:
     """Seconds the host needs to launch one pass: PyTorch's operations, and the calls of Octavo's own on top."""
-    counts, again = load("calibration")["launches"][setup.method], setup.recomputes
+    kind, again = "fused" if setup.saved_fp8 else setup.method, setup.recomputes
+    counts = load("calibration")["launches"][kind]
     each = (counts["pass"] + again * counts["recomputed"]) * factor("launch_s").value
-    if setup.precision == "fp8":
+    if setup.precision == "fp8" and not setup.saved_fp8:
         full, linears = setup.method == "full", max(width.adapters for width in model.widths)
         calls = linears * (2 + 2 * again if full else 2 + again)  # input and weight; forward and dX
         inside = own.launches_round if full else own.launches

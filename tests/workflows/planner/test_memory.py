@@ -8,7 +8,7 @@ from octavo.workflows.planner.memory import memory
 from octavo.workflows.planner.search import Limits, host_bytes, search
 from octavo.workflows.planner.setup import Setup
 from octavo.workflows.planner.source import read_model
-from octavo.workflows.planner.tables import GIB, Machine, gpus, instances
+from octavo.workflows.planner.tables import GIB, Machine, gpu_named, gpus, instances
 
 MODEL = read_model("Llama-3.1-8B")
 PLAIN = Setup(context=4096, adapters="float32", loss="plain")
@@ -136,3 +136,22 @@ def test_p13_pinned_snapshots_of_a_full_run_do_not_fit_the_host():
     host = replace(machine, ram=32 * GIB)
     found, _ = search(small, [host], [Setup(method="full", context=512)], Limits(1), "channel")
     assert any("snapshots must be synchronous" in note and "32 GiB" in note for note in found[0].notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "scheme", "reason"),
+    [
+        ("Llama-3.1-8B", "h200", "channel", ""),
+        ("Llama-3.1-8B", "a100-80gb", "channel", "no FP8 units"),
+        ("Llama-3.1-8B", "h200", "block128", "per channel or tensor, got block128"),
+        ("Mixtral-8x7B-v0.1", "h200", "channel", "dense fused layers, which 'mixtral' has not"),
+    ],
+)
+def test_where_activations_are_saved_in_fp8(name, gpu, scheme, reason):
+    wanted = [Setup(precision="fp8", context=1024, saved_fp8=True)]
+    machine = Machine("", gpu_named(gpu), 1)
+    found, rejected = search(read_model(name), [machine], wanted, Limits(4), scheme)
+    if reason:
+        assert not found and reason in rejected[0].reason
+    else:
+        assert [(one.setup.backend, one.arithmetic) for one in found] == [("native", "fp8")]

@@ -33,13 +33,22 @@ def script():
 
 WAYS = list(product(("lora", "full"), ("bf16", "fp8"), ("none", "full"), ("tiled", "plain")))
 WAYS += [("lora", precision, "selective", "tiled") for precision in ("bf16", "fp8")]
+WAYS += list(product(("lora",), ("saved",), ("none", "full"), ("tiled", "plain")))
 
 
 @pytest.mark.parametrize("way", WAYS, ids=["-".join(way) for way in WAYS])
 def test_the_formula_is_the_peak_of_a_real_step(script, way):
     method, precision, checkpointing, loss = way
+    saved = precision == "saved"
     setup = Setup(
-        method=method, precision=precision, context=4096, checkpointing=checkpointing, loss=loss, evaluates=False
+        method=method,
+        precision="fp8" if saved else precision,
+        context=4096,
+        checkpointing=checkpointing,
+        loss=loss,
+        saved_fp8=saved,
+        backend="native" if saved else "dequant",
+        evaluates=False,
     )
     account = memory(Model.from_config("1B of two layers", CONFIG), setup)
     real = script.replay(CONFIG, setup)

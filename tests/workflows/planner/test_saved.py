@@ -38,10 +38,11 @@ FAMILIES = {
 FULL = ["llama", "qwen3", "mixtral"]
 
 
-def really_saved(config, layers, method, autocast):
+def really_saved(config, layers, method, autocast, saved_fp8=False):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from octavo import Recipe, convert
     from octavo.integrations.peft import get_peft_model, lora_config
 
     eager = config["model_type"] in ("gemma2", "gpt_oss")
@@ -50,6 +51,8 @@ def really_saved(config, layers, method, autocast):
     dtype = torch.bfloat16 if autocast and method == "lora" else torch.float32
     kind = "eager" if eager else "sdpa"
     model = base = AutoModelForCausalLM.from_config(made, attn_implementation=kind, dtype=dtype)
+    if saved_fp8:
+        convert(base, Recipe.named("channel", activation="token"))
     if method == "lora":
         model = get_peft_model(base, lora_config(base, rank=RANK, alpha=16))
         model.enable_input_require_grads()
@@ -69,11 +72,12 @@ def really_saved(config, layers, method, autocast):
     return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
 
 
-def compare(name, method, autocast):
+def compare(name, method, autocast, saved_fp8=False):
     config = {"model_type": name, **SIZES, **FAMILIES[name]}
-    one, two = (really_saved(config, layers, method, autocast) for layers in (1, 2))
+    one, two = (really_saved(config, layers, method, autocast, saved_fp8) for layers in (1, 2))
     model = Model.from_config(name, config | {"num_hidden_layers": 2})
-    setup = Setup(method=method, rank=RANK, context=TOKENS // 2, checkpointing="none", width=2 if autocast else 4)
+    width = 2 if autocast else 4
+    setup = Setup(method=method, rank=RANK, context=TOKENS // 2, checkpointing="none", width=width, saved_fp8=saved_fp8)
     return saved_per_token(model, setup, model.widths[0]), (two - one) / TOKENS
 
 
@@ -82,6 +86,14 @@ def compare(name, method, autocast):
 def test_lora_under_autocast_as_octavo_finetune_trains(name):
     formula, real = compare(name, "lora", True)
     assert formula == pytest.approx(real, rel=0.05 if name in ("mixtral", "qwen3_moe", "gpt_oss") else 0.01)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma3_text"])
+def test_fused_layers(name, monkeypatch):
+    """Codes instead of 16-bit inputs, where FP8 products are said to run."""
+    monkeypatch.setattr("octavo.integrations.fused.products_run", lambda shape, device: True)
+    formula, real = compare(name, "lora", True, saved_fp8=True)
+    assert formula == pytest.approx(real, rel=0.01)
 
 
 @pytest.mark.parametrize("name", FULL)
