@@ -23,12 +23,12 @@ from octavo.base.env import env
 from octavo.base.hardware import caps_of
 from octavo.formats.reference import dequantize_ref
 from octavo.kernels.cuda import loader
-from octavo.kernels.tiling import Block, Panels, Plan, Ring, Terms, Tile
+from octavo.kernels.plans import Block, Panels, Plan, Ring, Terms
 from octavo.ops import w8a16
 from octavo.testing import FLOOR_DB, assert_sqnr
 
 DEVICE = "cuda"
-FEW_TOKENS = [Tile(1, 1, 1, 4, 1), Ring(1, 2, 1, 16, 4), Ring(2, 2, 2, 4, 2, staged=0), Ring(1, 2, 2, 8, 3, blocks=2)]
+FEW_TOKENS = [Ring(1, 1, 1, 8, 3), Ring(1, 2, 1, 16, 4), Ring(2, 2, 2, 4, 2, staged=0), Ring(1, 2, 2, 8, 3, blocks=2)]
 MANY_TOKENS = [Block(2, 4, 7, 3), Block(2, 8, 8, 3, splits=3), Block(2, 16, 4, 2), Block(4, 8, 4, 2), Panels(256)]
 
 

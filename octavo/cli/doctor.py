@@ -43,7 +43,9 @@ def _lines(report: DoctorReport) -> list[object]:
     versions = list(report.packages.items())
     for extra in (extra for extra in report.extras if extra.name != "test"):
         versions += [(f"{name} [{extra.name}]", version) for name, version in extra.packages.items()]
-    chosen = [(line.problem, line.name) for line in report.backends if line.chosen]
+    chosen = [
+        (line.problem, ": ".join(filter(None, (line.name, line.kernel)))) for line in report.backends if line.chosen
+    ]
     refused = dict.fromkeys((line.name, line.reason) for line in report.backends if line.reason)
     lines: list[object] = [
         pairs(machine),

@@ -16,15 +16,17 @@ from typing import Any, Protocol, cast
 
 import torch
 
+from octavo.base.env import env
 from octavo.base.errors import ConfigError, UnsupportedError, did_you_mean
 from octavo.base.hardware import HardwareCaps, caps_named, caps_of
 from octavo.base.packages import pip_line, version_of
 from octavo.formats.granularity import from_tile
 from octavo.formats.recipe import Rule
 from octavo.formats.scaled import ScaledTensor
+from octavo.kernels.plans import SHARED, Gpu, Operands, Tokens, gpu_named, plan_product
 from octavo.kernels.tiling import MAX_TOKEN_WIDTH, MAX_TOKENS
 
-TABLE_VERSION = 1
+TABLE_VERSION = 2
 OPS = ("quantize", "dequantize", "linear", "linear_dx", "scaled_mm")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -95,8 +97,18 @@ class Choice:
     backend: str
     refused: tuple[tuple[str, str], ...] = ()
 
+    @property
+    def kernel(self) -> str:
+        """How backend w8a16 multiplies; empty for others."""
+        problem, sm = self.problem, self.caps.sm
+        if self.backend != "w8a16" or problem.op != "linear":
+            return ""
+        scales = {(0, 0): 0, (1, 0): 1}.get(problem.tile, 2)
+        operands = Operands(problem.dtype == torch.bfloat16, problem.spec == "e4m3", scales)
+        return plan_product(problem.m, problem.n, problem.k, operands, gpu_named(sm), tokens_on(sm)).why
+
     def __str__(self) -> str:
-        lines = [f"{self.problem} on {self.caps}: {self.backend}"]
+        lines = [f"{self.problem} on {self.caps}: {self.backend}" + (f", {self.kernel}" if self.kernel else "")]
         return "\n".join(lines + [f"  not {name}: {reason}" for name, reason in self.refused])
 
 
@@ -169,6 +181,24 @@ def check_table(table: dict[str, Any]) -> dict[str, Any]:
     return table
 
 
+@cache
+def tokens_on(sm: tuple[int, int]) -> Tokens:
+    """Up to how many tokens backend w8a16 takes each of its ways, by the table."""
+    rows = load_table()["w8a16"]
+    return Tokens(**(rows.get(f"sm{sm[0]}{sm[1]}") or rows["*"]))
+
+
+@cache
+def gpu_of(device: torch.device) -> Gpu:
+    """OCTAVO_ARCH is believed: the kernels are those of that GPU. Off the GPU an imagined SM80 (tests)."""
+    from octavo.kernels.cuda import loader
+
+    multiprocessors, shared = loader.limits(device)
+    forced = env().arch
+    sm = (int(forced[:-1]), int(forced[-1])) if forced else caps_of(device).sm if device.type == "cuda" else (8, 0)
+    return Gpu(sm, multiprocessors, min(shared, SHARED.get(sm, shared)))
+
+
 def _order(problem: Problem, caps: HardwareCaps, table: dict[str, Any]) -> list[str]:
     for row in table["rows"]:
         if row["op"] in ("*", problem.op) and row["device"] in ("*", problem.device, caps.tag):
@@ -204,8 +234,9 @@ def _refuse_w8a16(problem: Problem, caps: HardwareCaps) -> str | None:
         reasons.append(f"takes inputs as they are, asked to quantize them per {problem.activation}")
     if problem.tile not in ((0, 0), (1, 0), (128, 128)):
         reasons.append(f"has scales per tensor, row or block128x128, not {from_tile(*problem.tile)}")
-    if problem.spec == "e5m2" and (problem.op != "linear" or problem.m > MAX_TOKENS or problem.k % 16):
-        reasons.append(f"E5M2 only for {MAX_TOKENS} tokens or fewer and K a multiple of 16")
+    most = max(MAX_TOKENS, tokens_on(caps.sm).tile)
+    if problem.spec == "e5m2" and (problem.op != "linear" or problem.m > most or problem.k % 16):
+        reasons.append(f"E5M2 only for {most} tokens or fewer and K a multiple of 16")
     return "; ".join(reasons) or None
 
 

@@ -1,10 +1,13 @@
 """Backend `w8a16`: FP8 weights times 16-bit inputs, SM80 and later. No FP8 units needed.
 
-Few tokens (decoding): one kernel reads the codes once and decodes them in registers. More tokens: the weight is
-decoded into a 16-bit matrix that lives for one product.
+kernels/plans.py chooses: few tokens (decoding) and some hundred have kernels that read the codes once and decode them
+in registers; with FP8 tensor cores inputs may be split into two E4M3 terms; for many tokens the weight is decoded into
+a 16-bit matrix that lives for one product.
 """
 
 from __future__ import annotations
+
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -13,15 +16,28 @@ from octavo.formats.granularity import PerBlock, PerGroup, PerRow, PerTensor
 from octavo.formats.scaled import ScaledTensor
 from octavo.formats.spec import E4M3
 from octavo.kernels.cuda import loader
-from octavo.kernels.tiling import Block, Panels, Plan, Ring, Terms, Tile, row_block, w8a16_dx_plan, w8a16_plan
+from octavo.kernels.plans import Block, Operands, Panels, Plan, Ring, Terms, plan_dx, plan_product
+from octavo.kernels.tiling import row_block
 from octavo.ops import dequant, native
+from octavo.ops.backends import gpu_of, tokens_on
 
 
 def linear(
     x: torch.Tensor, w: ScaledTensor, bias: torch.Tensor | None, activation: str, input_scale: torch.Tensor | None
 ) -> torch.Tensor:
     """x [M, K] @ w [N, K]^T + bias -> [M, N], float32 sums; few tokens: exact weights and one rounding."""
-    return product(x, w, bias, w8a16_plan(x.shape[0], *w.shape))
+    return product(x, w, bias, plan_for(x, w))
+
+
+def plan_for(x: torch.Tensor, w: ScaledTensor) -> Plan:
+    """What `linear` takes."""
+    return _plan(x.shape[0], *w.shape, Operands(x.dtype == torch.bfloat16, w.spec == E4M3, _scales(w)), x.device)
+
+
+@lru_cache(maxsize=8192)
+def _plan(m: int, n: int, k: int, operands: Operands, device: torch.device) -> Plan:
+    gpu = gpu_of(device)
+    return plan_product(m, n, k, operands, gpu, tokens_on(gpu.sm))
 
 
 def product(x: torch.Tensor, w: ScaledTensor, bias: torch.Tensor | None, plan: Plan) -> torch.Tensor:
@@ -38,9 +54,7 @@ def product(x: torch.Tensor, w: ScaledTensor, bias: torch.Tensor | None, plan: P
     y = x.new_empty(m, n)
     sizes = np.int32(m), np.int32(n), np.int32(k), np.int64(x.stride(0))
     kernel = variant(plan, x.dtype, w, m)
-    if isinstance(plan, Tile):
-        loader.launch(kernel, plan.grid(m, n), plan.threads, (codes, scale, x, bias, y, *sizes), x)
-    elif isinstance(plan, Ring):
+    if isinstance(plan, Ring):
         grid, few = plan.grid(n, loader.limits(x.device)[0]), (codes, scale, x, bias, y, *sizes)
         loader.launch(kernel, grid, plan.threads, few, x, bool(plan.overlap))
     else:
@@ -53,7 +67,7 @@ def product(x: torch.Tensor, w: ScaledTensor, bias: torch.Tensor | None, plan: P
     return y
 
 
-def variant(plan: Tile | Ring | Block, dtype: torch.dtype, w: ScaledTensor, m: int) -> loader.Variant:
+def variant(plan: Ring | Block, dtype: torch.dtype, w: ScaledTensor, m: int) -> loader.Variant:
     """The kernel of `plan` for m inputs of this dtype and weights like w."""
     defines = {
         "X_BF16": int(dtype == torch.bfloat16),
@@ -65,7 +79,7 @@ def variant(plan: Tile | Ring | Block, dtype: torch.dtype, w: ScaledTensor, m: i
 
 def linear_dx(grad: torch.Tensor, w: ScaledTensor) -> torch.Tensor:
     """grad [M, N] @ w [N, K] -> [M, K], from the same codes."""
-    return product_dx(grad, w, w8a16_dx_plan(grad.shape[0], *w.shape))
+    return product_dx(grad, w, plan_dx(grad.shape[0], w.shape[1], tokens_on(gpu_of(grad.device).sm)))
 
 
 def product_dx(grad: torch.Tensor, w: ScaledTensor, plan: Panels) -> torch.Tensor:
@@ -115,33 +129,34 @@ def _in_panels(x: torch.Tensor, w: ScaledTensor, bias: torch.Tensor | None, plan
 def _in_two_terms(x: torch.Tensor, w: ScaledTensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x = high + low, both E4M3, through the FP8 tensor cores as 2M rows, and the halves of the result added."""
     m, k = x.shape
+    half = m + m % 2  # products with scales per block take rows by fours; one more row is nobody's
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
-    codes, scale = x.new_empty((2 * m, k), dtype=torch.uint8), torch.empty((2 * m, 1), device=x.device)
+    codes, scale = x.new_empty((2 * half, k), dtype=torch.uint8), torch.empty((2 * half, 1), device=x.device)
     block = row_block(k)
     defines = ("X_BF16", 1), ("THREADS", block.threads), ("ROUNDS", block.rounds)
-    sizes = np.int32(m), np.int32(k), np.int64(x.stride(0))
-    loader.launch(loader.Variant("split.cu", defines), (m,), block.threads, (x, codes, scale, *sizes), x)
+    sizes = np.int32(half), np.int32(k), np.int64(x.stride(0))
+    loader.launch(loader.Variant("split.cu", defines), (m,), block.threads, (x, codes, scale, *sizes), x, True)
     terms = ScaledTensor(codes, scale, E4M3, PerRow())
     if isinstance(w.granularity, PerBlock):
         terms = ScaledTensor(codes, scale.expand(-1, k // 128), E4M3, PerGroup(128))
     y = x.new_empty(m, w.shape[0])
-    _sum(native.scaled_mm(terms, w, x.dtype, short_sums=False).view(2, m, -1), bias, y)
+    _sum(native.scaled_mm(terms, w, x.dtype, short_sums=False).view(2, half, -1), bias, y)
     return y
 
 
 def _sum(parts: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor) -> None:
-    """y [M, N] = the sum of parts [count, M, N] in order, + bias."""
-    count, m, n = parts.shape
-    width = 1 if n % 4 else 4
+    """y [M, N] = the sum of parts [count, at least M, N] in order, + bias."""
+    m, n = y.shape
+    width = 8 if n % 8 == 0 else 1
     defines = {
         "X_BF16": int(y.dtype == torch.bfloat16),
         "PARTS_FLOAT": int(parts.dtype == torch.float32),
         "WIDTH": width,
     }
     kernel = loader.Variant("w8a16_sum.cu", tuple(defines.items()))
-    sizes = np.int32(count), np.int32(m), np.int32(n)
-    loader.launch(kernel, (-(-m * n // (256 * width)),), 256, (parts, bias, y, *sizes), y)
+    sizes = np.int32(len(parts)), np.int64(parts.stride(0)), np.int32(m), np.int32(n)
+    loader.launch(kernel, (-(-m * n // (256 * width)),), 256, (parts, bias, y, *sizes), y, True)
 
 
 def _decode(q: ScaledTensor, out: torch.Tensor, rows: slice, columns: slice) -> None:

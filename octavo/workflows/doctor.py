@@ -47,13 +47,15 @@ class Extra(Report):
 
 
 class BackendLine(Report):
-    """One backend of one op on `DoctorReport.target`. reason: why it refuses, or None where it would run."""
+    """One backend of one op on `DoctorReport.target`. reason: why it refuses, or None where it would run. kernel: how a
+    chosen one multiplies, where it has several ways."""
 
     op: str
     name: str
     problem: str
     chosen: bool
     reason: str | None
+    kernel: str = ""
 
 
 class DoctorReport(Report):
@@ -113,6 +115,7 @@ def _backends(target: HardwareCaps) -> list[BackendLine]:
         Problem("quantize", device),
         Problem("dequantize", device),
         Problem("linear", device, m=16),
+        Problem("linear", device, m=64),
         Problem("linear", device, m=4096),
         Problem("linear", device, m=4096, activation="token"),
         Problem("linear", device, m=4096, activation="group128", tile=block),
@@ -121,11 +124,13 @@ def _backends(target: HardwareCaps) -> list[BackendLine]:
     ]
     lines = []
     for problem in problems:
-        chosen = choose(problem, target).backend
+        choice = choose(problem, target)
         for name, backend in BACKENDS.items():
             reason = backend.refuse(problem, target)
             text = f"{problem}, activations {problem.activation}" if problem.op == "linear" else str(problem)
-            lines.append(BackendLine(op=problem.op, name=name, problem=text, chosen=name == chosen, reason=reason))
+            chosen = name == choice.backend
+            line = BackendLine(op=problem.op, name=name, problem=text, chosen=chosen, reason=reason)
+            lines.append(line.model_copy(update={"kernel": choice.kernel}) if chosen else line)
     return lines
 
 

@@ -7,7 +7,8 @@ import torch
 
 from octavo.base.errors import UnsupportedError
 from octavo.kernels.cuda import loader
-from octavo.kernels.tiling import FEW, FEW_ROWS, MORE, Block, Ring, gated_block, group_block, row_block
+from octavo.kernels.plans import Block, Ring
+from octavo.kernels.tiling import gated_block, group_block, row_block
 from octavo.ops.attention import attention_variants
 
 pytest.importorskip("cuda.core")
@@ -18,13 +19,12 @@ def w8a16(plan, x_bf16, e5m2, scales):
     return loader.Variant(plan.source, (("X_BF16", x_bf16), ("E5M2", e5m2), ("SCALES", scales), *plan.defines))
 
 
-PLANS = [FEW, FEW_ROWS, MORE, Ring(1, 1, 1, 16, 4), Ring(2, 2, 1, 16, 3), Ring(2, 2, 2, 8, 3, staged=0)]
-PLANS += [Block(2, 4, 8, 3), Block(2, 8, 7, 3, splits=2)]
-VARIANTS = [w8a16(plan, 1, 0, 2) for plan in PLANS]
-VARIANTS += [w8a16(plan, 0, 1, 0) for plan in (FEW, PLANS[3], PLANS[6])]
+PLANS = [Ring(1, 1, 1, 16, 4, overlap=2), Ring(2, 2, 1, 16, 3), Ring(2, 2, 2, 8, 3, staged=0)]
+PLANS += [Block(2, 4, 4, 4), Block(2, 8, 4, 4, splits=2)]
+VARIANTS = [w8a16(plan, 1, 0, 2) for plan in PLANS] + [w8a16(plan, 0, 1, 0) for plan in (PLANS[0], PLANS[3])]
 VARIANTS += [
     loader.Variant("w8a16_sum.cu", (("X_BF16", 1), ("PARTS_FLOAT", floats), ("WIDTH", width)))
-    for floats, width in ((1, 4), (0, 4), (1, 1))
+    for floats, width in ((1, 8), (0, 8), (1, 1))
 ]
 VARIANTS += [loader.Variant("split.cu", (("X_BF16", 1), ("THREADS", 512), ("ROUNDS", rounds))) for rounds in (4, 8)]
 

@@ -35,6 +35,14 @@ def test_products_in_fp8_where_inputs_are(activation, chosen):
     assert choose(back, fake_caps("h200")).backend == "w8a16"  # exact: dY is rounded to FP8 by nobody who did not ask
 
 
+def test_the_choice_says_how_it_multiplies():
+    assert "w8a16, one pass over the codes" in str(choose(Problem("linear", "cuda"), fake_caps("h200")))
+    ways = {m: choose(Problem("linear", "cuda", m=m), fake_caps("h200")).kernel for m in (16, 17, 4096)}
+    assert "w8a16_ring" in ways[16] and "two E4M3 terms" in ways[17] and "decoded to 16 bit" in ways[4096]
+    assert "w8a16_tile" in choose(Problem("linear", "cuda", m=17), fake_caps("a100")).kernel
+    assert choose(Problem("linear", "cpu"), fake_caps("cpu")).kernel == ""
+
+
 def test_turing_has_no_bfloat16():
     choice = choose(Problem("linear", "cuda", torch.bfloat16), fake_caps("t4"))
     assert choice.backend == "reference"
@@ -59,7 +67,7 @@ def test_auto_without_any_backend_lists_all(monkeypatch):
 
 
 def test_the_table_decides_the_order():
-    table = {"version": 1, "rows": [{"op": "linear", "device": "sm90", "order": ["reference"]}]}
+    table = {"version": 2, "rows": [{"op": "linear", "device": "sm90", "order": ["reference"]}]}
     table["rows"].append({"op": "*", "device": "*", "order": ["dequant", "reference"]})
     problem = Problem("linear", "cuda")
     assert choose(problem, fake_caps("h200"), table).backend == "reference"
@@ -73,9 +81,9 @@ def test_table_file_is_sound_and_versioned():
     with pytest.raises(ConfigError, match="version 0"):
         check_table({**table, "version": 0})
     with pytest.raises(ConfigError, match="Did you mean 'cpu'"):
-        check_table({"version": 1, "rows": [{"op": "*", "device": "*", "order": ["cpuu"]}]})
+        check_table({"version": 2, "rows": [{"op": "*", "device": "*", "order": ["cpuu"]}]})
     with pytest.raises(ConfigError, match="no row"):
-        choose(Problem("linear"), fake_caps("cpu"), {"version": 1, "rows": []})
+        choose(Problem("linear"), fake_caps("cpu"), {"version": 2, "rows": []})
 
 
 def test_every_backend_loads_and_offers_its_ops():
@@ -97,7 +105,7 @@ def test_every_backend_loads_and_offers_its_ops():
         ("w8a16", {"tile": (1, 128)}, "not group128"),
         ("w8a16", {"dtype": torch.float32}, "these are torch.float32"),
         ("w8a16", {"activation": "token"}, "per token"),
-        ("w8a16", {"spec": "e5m2", "m": 17}, "16 tokens or fewer"),
+        ("w8a16", {"spec": "e5m2", "m": 129}, "128 tokens or fewer"),
         ("w8a16", {"op": "scaled_mm"}, "asked for scaled_mm"),
         ("native", {"activation": "none"}, "static or token with these weights, not none"),
         ("native", {"activation": "group128"}, "not group128"),

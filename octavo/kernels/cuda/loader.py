@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from octavo.base.report import atomic_write
 
 SOURCES = Path(__file__).parent
 ENTRY = "octavo_kernel"
+_IMPORTING = Lock()
 STATIC_SHARED = 48 << 10  # bytes of shared memory that a block gets without asking
 # A kernel that spills, keeps local arrays or computes in FP64 is a mistake, on any GPU: it does not compile.
 PTXAS = ["--warn-on-spills", "--warn-on-local-memory-usage", "--warn-on-double-precision-use", "-Werror"]
@@ -64,8 +66,7 @@ def compile_variant(variant: Variant, arch: str) -> bytes:
     """
     if version_of("cuda-core") is None:
         raise UnsupportedError("kernels in CUDA C++", need="the package cuda-core", fix=pip_line("gpu"))
-    from cuda.core import Program, ProgramOptions
-
+    Program, ProgramOptions = _core().Program, _core().ProgramOptions
     cubin = arch.startswith("sm_")
     options = ProgramOptions(std="c++17", arch=arch, name=variant.source, ptxas_options=PTXAS if cubin else None)
     try:
@@ -82,8 +83,7 @@ def compile_variant(variant: Variant, arch: str) -> bytes:
 @lru_cache(maxsize=1024)
 def load(variant: Variant, sm: tuple[int, int]) -> Any:
     """The kernel of `variant` for devices of this capability: from this process, from disk, or compiled now."""
-    from cuda.core import ObjectCode
-
+    ObjectCode = _core().ObjectCode
     arch = architecture(sm)
     path = cache_folder() / f"{cache_key(variant, arch)}.{'cubin' if arch.startswith('sm_') else 'ptx'}"
     code = read_cached(path)
@@ -106,7 +106,6 @@ def load(variant: Variant, sm: tuple[int, int]) -> Any:
 
 def warm_up(variants: Iterable[Variant], device: torch.device) -> None:
     """Compile and load before the first call: what CUDA graph capture needs. Several at once, on the CPU's cores."""
-    nvrtc_version()  # imports cuda's packages here: another thread would find a module that is half imported
     sm = torch.cuda.get_device_capability(device)
     with torch.cuda.device(device), ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda variant: load(variant, sm), variants))
@@ -125,9 +124,7 @@ def launch(
     arguments: tensors and None are passed as addresses, numpy scalars as they are. overlap: may start before the kernel
     before has ended (device.cuh, wait_for_previous_kernel).
     """
-    from cuda.core import LaunchConfig, launch
-
-    device = x.device
+    core, device = _core(), x.device
     with torch.cuda.device(device):  # the device of x need not be the current one
         sm = torch.cuda.get_device_capability(device)
         kernel = load(variant, sm)
@@ -136,8 +133,8 @@ def launch(
         stream = _stream(torch.cuda.current_stream(device).cuda_stream)
         addresses = [_address(argument) for argument in arguments]
         early: dict[str, Any] = {"programmatic_stream_serialization": True} if overlap and may_overlap(sm) else {}
-        config = LaunchConfig(grid=grid, block=threads, shmem_size=variant.shared, **early)
-        launch(stream, config, kernel, *addresses)
+        config = core.LaunchConfig(grid=grid, block=threads, shmem_size=variant.shared, **early)
+        core.launch(stream, config, kernel, *addresses)
         if env().debug_sync:
             _check(variant, grid, arguments, device)
 
@@ -176,6 +173,15 @@ def read_cached(path: Path) -> bytes | None:
     except FileNotFoundError:
         return None
     return data[32:] if hashlib.sha256(data[32:]).digest() == data[:32] else None
+
+
+@cache
+def _core() -> Any:
+    """cuda.core, imported by one thread: another would find it half imported, in spite of Python's lock."""
+    with _IMPORTING:
+        from cuda import core
+
+        return core
 
 
 @cache
@@ -240,9 +246,7 @@ def _checked(answer: tuple[Any, ...]) -> Any:
 
 @lru_cache(maxsize=64)
 def _stream(handle: int) -> Any:
-    from cuda.core import Stream
-
-    return Stream.from_handle(handle)
+    return _core().Stream.from_handle(handle)
 
 
 def _check(variant: Variant, grid: tuple[int, ...], arguments: tuple[Any, ...], device: torch.device) -> None:

@@ -1,16 +1,17 @@
-// BF16 x [M, K] -> E4M3 codes [2M, K] and scales [2M]: x = high + low, both E4M3 times a power of two per token.
+// BF16 x [M, K] -> E4M3 codes [2H, K] and scales [2H], H >= M: x = high + low, both E4M3 times a power of two per token.
 //
 // s = 2**(e - 7) for the largest finite value of the token in [2**e, 2**(e+1)). high = RNE(x / s) keeps 4 bits of the 8
 // of a BF16; the rest is at most half of their last place, so 4 bits, and low = RNE((x / s - high) * 32) keeps them all.
 // high + low is x exactly down to 2**-13 of the largest value, and within 2**-21 of it below. Inf becomes NaN.
 //
-// One block a token; row m of the result is high, row M + m low. Compiled per variant with: NAME, X_BF16 = 1, THREADS,
+// One block a token; row m of the result is high, row H + m low. Compiled per variant with: NAME, X_BF16 = 1, THREADS,
 // ROUNDS. Needs K % 8 == 0, rows on 16-byte boundaries, K <= 8 * THREADS * ROUNDS.
 #include "rows.cuh"
 
-KERNEL(THREADS, 1) NAME(const u16* x, u8* codes, float* scale, int M, int K, i64 x_stride) {
+KERNEL(THREADS, 1) NAME(const u16* x, u8* codes, float* scale, int H, int K, i64 x_stride) {
     SHARED u32 scratch[WARPS];
     const i64 row = blockIdx.x;
+    wait_for_previous_kernel();
     uint4 loaded[ROUNDS];
     float amax = 0.0f;
 #pragma unroll
@@ -43,7 +44,7 @@ KERNEL(THREADS, 1) NAME(const u16* x, u8* codes, float* scale, int M, int K, i64
         const uint2 low = {e4m3_of_floats(v.at[0], v.at[1], v.at[2], v.at[3]),
                            e4m3_of_floats(v.at[4], v.at[5], v.at[6], v.at[7])};
         *reinterpret_cast<uint2*>(codes + row * K + k) = high;
-        *reinterpret_cast<uint2*>(codes + (row + M) * K + k) = low;
+        *reinterpret_cast<uint2*>(codes + (row + H) * K + k) = low;
     }
-    if (threadIdx.x == 0) scale[row] = s, scale[row + M] = s / 32.0f;
+    if (threadIdx.x == 0) scale[row] = s, scale[row + H] = s / 32.0f;
 }

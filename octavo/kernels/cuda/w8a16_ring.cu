@@ -31,8 +31,8 @@ DEVICE int exponent_of_bf16(u32 bits) {  // of a finite value; 0 for others
 }
 
 // x to shared memory, rows of `pitch` values, zeros past K. factor[token] undoes what a token was multiplied with.
-DEVICE void stage(u16* staged, float* factor, const u16* x, int M, int K, int pitch, i64 x_stride) {
-    SHARED int exponents[TOKENS][THREADS / 32];
+DEVICE void stage(u16* staged, float* factor, int (*exponents)[THREADS / 32], const u16* x, int M, int K, int pitch,
+                  i64 x_stride) {
     const int width = (K + CHUNK - 1) / CHUNK * (CHUNK / 8);
     for (int token = 0; token < M; ++token) {
         int largest = 0;
@@ -125,7 +125,6 @@ KERNEL(THREADS, 1)
 NAME(const u8* codes, const float* scale, const u16* x, const u16* bias, u16* y, int M, int N, int K, i64 x_stride) {
     DYNAMIC_SHARED(dynamic);
     u8* shared = reinterpret_cast<u8*>(dynamic);
-    SHARED float factor[TOKENS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int g = lane / 4, t = lane % 4;
     const int warp_n = warp % WARPS_N, warp_k = warp / WARPS_N;
@@ -134,7 +133,9 @@ NAME(const u8* codes, const float* scale, const u16* x, const u16* bias, u16* y,
     u8* ring = shared + warp * DEPTH * SLOT;
     float(*partial)[WARPS_K][TOKENS][PITCH] =
         reinterpret_cast<float(*)[WARPS_K][TOKENS][PITCH]>(shared + WARPS_N * WARPS_K * DEPTH * SLOT);
-    u16* staged = reinterpret_cast<u16*>(partial + 2);
+    float* factor = reinterpret_cast<float*>(partial + 2);
+    int(*exponents)[THREADS / 32] = reinterpret_cast<int(*)[THREADS / 32]>(factor + TOKENS);
+    u16* staged = reinterpret_cast<u16*>(exponents + TOKENS);
 
     Source from = {codes, N, K, chunks, warp_k < chunks ? tiles : 0, int(blockIdx.x), warp_k};
     const int row_in_tile = warp_n * 16 * TILES_N;
@@ -151,7 +152,7 @@ NAME(const u8* codes, const float* scale, const u16* x, const u16* bias, u16* y,
     wait_for_previous_kernel();
 #endif
 #if STAGED
-    stage(staged, factor, x, M, K, pitch, x_stride);
+    stage(staged, factor, exponents, x, M, K, pitch, x_stride);
 #endif
     const u16* tokens[TILES_M];
 #pragma unroll
