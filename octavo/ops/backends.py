@@ -190,7 +190,7 @@ def tokens_on(sm: tuple[int, int]) -> Tokens:
 
 @cache
 def gpu_of(device: torch.device) -> Gpu:
-    """OCTAVO_ARCH is believed: the kernels are those of that GPU. Off the GPU an imagined SM80 (tests)."""
+    """Where kernels are forced to an architecture, a GPU of that one. Off the GPU an imagined SM80 (tests)."""
     from octavo.kernels.cuda import loader
 
     multiprocessors, shared = loader.limits(device)
