@@ -180,9 +180,10 @@ def compared(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             final[f"{row['variant']}, 16-bit products to judge"][row["seed"]] = row["held_out_16_bit"]
     for variant, losses in final.items():
         for other, limit in LIMITS.items():
-            seeds = sorted(losses.keys() & final[other].keys())
+            others = final.get(other, {})
+            seeds = sorted(losses.keys() & others.keys())
             if variant not in LIMITS and seeds:
-                gaps = [100 * (losses[seed] / final[other][seed] - 1) for seed in seeds]
+                gaps = [100 * (losses[seed] / others[seed] - 1) for seed in seeds]
                 mean = sum(gaps) / len(gaps)
                 row = {"part": "held-out loss", "variant": variant, "against": other, "gaps_percent": gaps}
                 yield row | {"mean_percent": mean, "limit_percent": limit, "agrees": mean <= limit}
