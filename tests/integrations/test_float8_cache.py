@@ -135,6 +135,15 @@ def test_scales_json(tiny_llama, tmp_path):
         assert torch.equal(logits(model, TOKENS, Float8Cache(model, scales=given)), want)
 
 
+def test_values_beyond_the_range(tiny_llama):
+    """One scale of 1 cuts at 448; a scale for each token and head does not."""
+    model = opened(tiny_llama)
+    x = torch.linspace(-2000, 2000, 2 * 3 * 16).view(1, 2, 3, 16)
+    for granularity, largest in (("tensor", 448.0), ("token-head", 2000.0)):
+        _, values = Float8Cache(model, granularity=granularity).update(x, x, 0)
+        assert values.abs().max() == pytest.approx(largest, rel=1e-6)
+
+
 def test_what_cannot_be(tiny_llama):
     model = opened(tiny_llama)
     with pytest.raises(MismatchError, match="scales of other layers"):

@@ -179,6 +179,22 @@ def test_append(kernels, kind, dtype, head):
         assert (found[:, :, 6:11] != found[:, :, :1]).any()
 
 
+def test_offsets_beyond_32_bits(kernels):
+    """The second row begins behind 2^31 bytes, most of which nothing touches."""
+    capacity = (1 << 24) + 1000
+    wide = CachedKV(
+        *(torch.empty((2, 1, capacity, 128), dtype=torch.uint8) for _ in range(2)), *torch.tensor([0.02, 0.007])
+    )
+    k, v, q = values(2, 1, 40, 128, seed=1), values(2, 1, 40, 128, seed=2), values(2, 4, 128, seed=3)
+    kernels(True)
+    attention.append(wide, k, v, capacity - 40)
+    found = attention.attend(q, wide, 0.09, capacity, window=40)
+    small = filled(kernels, "layer", 2, 1, 40, 128)
+    assert torch.equal(wide.keys[:, :, -40:], small.keys) and torch.equal(wide.values[:, :, -40:], small.values)
+    kernels(True)
+    assert torch.equal(found, attention.attend(q, small, 0.09, 40))
+
+
 def test_splits_fill_the_gpu():
     assert most_splits(8, 132) == 33 and most_splits(1, 132) == MOST_SPLITS and most_splits(1000, 132) == 1
     assert attention_block(128, False).tokens == 128 and attention_block(128, True).tokens == 64

@@ -26,7 +26,10 @@ def on_cpu(monkeypatch):
     monkeypatch.setattr(decode, "NEW", 12)
     for measure in (kv, w8a16):
         monkeypatch.setattr(measure, "FLUSH_BYTES", 1)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    for name in ("synchronize", "reset_peak_memory_stats", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 1 << 20)
+    monkeypatch.setattr(decode, "SMALL_GPU", (1 << 30) + (1 << 19))
 
 
 def test_not_measured_without_a_gpu(capsys):
@@ -77,6 +80,8 @@ def test_decode(on_cpu, monkeypatch):
     assert all((row["db"] or 99) > decode.FLOOR_DB for row in measured)
     parts = [row for row in rows if row["what"].startswith("parts of")]
     assert len(parts) == 5 and parts[0]["sum"] > 0
+    fit = {row["what"].partition(", ")[2]: row["tokens"] for row in rows if row["what"].startswith("tokens in")}
+    assert fit["graph fp8, kv fp8 tensor"] > 1.9 * fit["graph bf16, kv bf16"] > 0
     monkeypatch.setattr(decode, "FLOOR_DB", 200.0)
     with pytest.raises(OctavoError, match="gate of decode"):
         next(decode.rows(TINY_LLAMA, "cpu", ["graph bf16, kv fp8"], (1,)))

@@ -21,12 +21,13 @@ from octavo.integrations.decoding import Decoder
 from octavo.integrations.float8_cache import Float8Cache
 from octavo.integrations.measuring import cache_argument, new_cache
 from octavo.integrations.shaped import random_model
-from octavo.modules.kv_storage import Granularity
+from octavo.modules.kv_storage import STEP, Granularity
 from octavo.ops.attention import attend
 from octavo.ops.decode import Positions, gate, residual_norm, rotate_and_append
 from octavo.workflows.measures.timing import graph_milliseconds, milliseconds
 
 NEW = 256
+SMALL_GPU, RESERVE = 24 << 30, 1 << 30  # bytes of an RTX 3090, and what of it is left for a step's own tensors
 # name -> weights and KV cache; no cache: Transformers' own loop
 VARIANTS: dict[str, tuple[str, Granularity | None]] = {
     "generate bf16": ("bf16", None),
@@ -63,6 +64,7 @@ def rows(
             if kv_cache and parts:
                 found = _parts(model, kv_cache, device)
                 yield {"what": f"parts of {name}", "ms": found, "sum": round(sum(found.values()), 3)}
+                yield {"what": f"tokens in 24 GiB, {name}"} | _context(model, kv_cache, size, device)
         del model
         _free()
 
@@ -143,6 +145,25 @@ def _parts(model: nn.Module, kv_cache: Granularity, device: str, tokens: int = 1
         "head": [partial(step.head, x)],
     }
     return {name: round(graph_milliseconds(some, rounds=20) * len(some), 4) for name, some in calls.items()}
+
+
+def _context(model: nn.Module, kv_cache: Granularity, weights: int, device: str) -> dict[str, Any]:
+    """How many tokens a cache holds beside the weights, tried: steps at its end, no more memory than SMALL_GPU."""
+    probe = Decoder(model, capacity=STEP, kv_cache=kv_cache, graph=False).warmup()
+    a_token = sum(storage.nbytes for storage in cast(Any, probe.state).storages) // STEP
+    capacity = int((SMALL_GPU - RESERVE - weights) // a_token) // STEP * STEP
+    del probe
+    _free()
+    torch.cuda.reset_peak_memory_stats()
+    state = cast(Any, Decoder(model, capacity=capacity, kv_cache=kv_cache).warmup().state)
+    state.length.fill_(capacity - 2)
+    state.advance()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated()
+    row = {"tokens": capacity, "bytes_a_token": a_token, "peak_gib": round(peak / 2**30, 2)}
+    if peak > SMALL_GPU:
+        raise OctavoError(f"a cache of {capacity} tokens", got=f"{row['peak_gib']} GiB", need="24 GiB")
+    return row | {"finite": bool(torch.isfinite(state.logits).all())}
 
 
 def _free() -> None:
