@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 HEADS_AT_ONCE = 8  # query heads of a block, the columns of an mma
 MOST_SPLITS = 64
+BLOCKS = 3  # of a multiprocessor
 WIDEST_HEAD, WIDEST_16_BIT = 256, 128  # what fits a thread's registers
 
 
@@ -22,10 +23,10 @@ class AttentionBlock:
 
 
 def attention_block(head: int, sixteen_bit: bool) -> AttentionBlock:
-    """For heads of this width: as many keys and values in flight as leave two blocks a multiprocessor."""
+    """For heads of this width: as many keys and values in flight as leave BLOCKS a multiprocessor."""
     return AttentionBlock(4, 2 if head * (1 + sixteen_bit) <= 128 else 1)
 
 
 def most_splits(blocks: int, processors: int) -> int:
-    """Into how many the tokens are split where `blocks` is what is there without: two blocks a multiprocessor."""
-    return max(1, min(MOST_SPLITS, -(-2 * processors // max(1, blocks))))
+    """Into how many the tokens are split where `blocks` is what is there without: BLOCKS a multiprocessor."""
+    return max(1, min(MOST_SPLITS, -(-BLOCKS * processors // max(1, blocks))))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
 from octavo.base.errors import ConfigError, ShapeError
-from octavo.ops.attention import SIXTEEN_BIT, TOKEN_HEAD, CachedKV, append
+from octavo.ops.attention import TOKEN_HEAD, CachedKV, append
 
 Granularity = Literal["tensor", "token-head", "16bit"]
 STEP = 256  # tokens by which a buffer grows
@@ -81,16 +81,16 @@ class KVStorage:
         if self.kv is None:
             return
         kv, rows = self.kv, rows.to(self.kv.keys.device)
-        scales = (kv.k_scale, kv.v_scale)
-        if kv.kind == TOKEN_HEAD:
-            scales = tuple(scale.index_select(0, rows) for scale in scales if scale is not None)  # type: ignore[assignment]
-        self.kv = CachedKV(kv.keys.index_select(0, rows), kv.values.index_select(0, rows), *scales)
+        names = ("keys", "values") + (("k_scale", "v_scale") if kv.kind == TOKEN_HEAD else ())
+        self.kv = replace(kv, **{name: getattr(kv, name).index_select(0, rows) for name in names})
 
     def reset(self) -> None:
         """Nothing is in it; a buffer made once stays."""
         self.first = self.last = self.total = 0
         if not self.capacity:
             self.kv = None
+        elif self.kv is not None and self.kv.nans is not None:
+            self.kv.nans.zero_()
 
     def _room(self, k: torch.Tensor, v: torch.Tensor, count: int) -> CachedKV:
         """A buffer with room for `count` tokens behind the last; `moved` says by how much its tokens went forward."""
@@ -119,6 +119,8 @@ class KVStorage:
         self.kv = self.allocate(k, v, room)
         for name in ("keys", "values") + (("k_scale", "v_scale") if old.kind == TOKEN_HEAD else ()):
             getattr(self.kv, name)[:, :, :count] = getattr(old, name)
+        if old.nans is not None:
+            self.kv = replace(self.kv, nans=old.nans)
         self.moved, self.first, self.last = self.moved + self.first, 0, count
 
     def _drop(self, cropped: bool = False) -> None:
@@ -140,9 +142,7 @@ class KVStorage:
         if sixteen_bit:
             return CachedKV(keys, values)
         if self.granularity == "tensor":
-            scales = (torch.tensor(scale, dtype=torch.float32, device=k.device) for scale in self.scales)
+            k_scale, v_scale = (torch.tensor(scale, dtype=torch.float32, device=k.device) for scale in self.scales)
         else:
-            scales = (torch.ones(shapes[0][:3], device=k.device) for _ in self.scales)
-        kv = CachedKV(keys, values, *scales)
-        assert kv.kind != SIXTEEN_BIT
-        return kv
+            k_scale, v_scale = (torch.ones(shapes[0][:3], device=k.device) for _ in self.scales)
+        return CachedKV(keys, values, k_scale, v_scale, torch.zeros(1, dtype=torch.int32, device=k.device))

@@ -19,7 +19,14 @@ from octavo.formats.granularity import PerRow, PerTensor
 from octavo.formats.recipe import Rule
 from octavo.formats.scaled import ScaledTensor
 from octavo.kernels.cuda import loader
-from octavo.kernels.splits import HEADS_AT_ONCE, WIDEST_16_BIT, WIDEST_HEAD, attention_block, most_splits
+from octavo.kernels.splits import (
+    HEADS_AT_ONCE,
+    MOST_SPLITS,
+    WIDEST_16_BIT,
+    WIDEST_HEAD,
+    attention_block,
+    most_splits,
+)
 from octavo.ops.quantize import dequantize, quantize
 
 STORE_THREADS = 128
@@ -32,13 +39,15 @@ class CachedKV:
     """Keys and values of one layer, room for `capacity` tokens.
 
     keys, values: [B, H, capacity, D], E4M3 codes as uint8, or 16 bit. k_scale, v_scale: float32 [], one for the layer,
-    or [B, H, capacity], one for each token and head; None with 16 bit. Views along the tokens are fine.
+    or [B, H, capacity], one for each token and head; nans: int32 [1], 1 once a NaN was written. None with 16 bit. Views
+    along the tokens are fine.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
+    nans: torch.Tensor | None = None
 
     @property
     def kind(self) -> int:
@@ -110,6 +119,8 @@ def append(kv: CachedKV, k: torch.Tensor, v: torch.Tensor, at: int = 0, *, lengt
         return
     begin = at + (int(length) if length is not None else 0)
     place = slice(begin, begin + k.shape[2])
+    if kv.nans is not None:
+        kv.nans.logical_or_(k.isnan().any() | v.isnan().any())
     for x, codes, scale in ((k, kv.keys, kv.k_scale), (v, kv.values, kv.v_scale)):
         if scale is None:
             codes[:, :, place] = x
@@ -176,7 +187,7 @@ def store(
     q_heads = r.q.shape[1] if r.q is not None else 0
     units = q_heads + 2 * heads
     arguments = (
-        *(r.q, k, v, r.out, kv.keys, kv.values, kv.k_scale, kv.v_scale),
+        *(r.q, k, v, r.out, kv.keys, kv.values, kv.k_scale, kv.v_scale, kv.nans),
         *(r.cosine, r.sine, r.q_norm, r.k_norm, length, r.padding),
         *(np.int32(at), np.int32(tokens), np.int32(q_heads), np.int32(heads), np.float32(r.epsilon)),
         np.int64(r.q.stride(0) if r.q is not None else 0),
@@ -228,7 +239,19 @@ def split_attention(
     partial = torch.empty((batch * q_heads, splits, head + 2), device=q.device)
     common = (np.int32(splits), np.int32(tokens), np.int32(window))
     arguments = (
-        *(q, kv.keys, kv.values, kv.k_scale, kv.v_scale, mask, length, partial, np.int32(kv_heads), np.int32(group)),
+        *(
+            q,
+            kv.keys,
+            kv.values,
+            kv.k_scale,
+            kv.v_scale,
+            kv.nans,
+            mask,
+            length,
+            partial,
+            np.int32(kv_heads),
+            np.int32(group),
+        ),
         *(np.int64(kv.keys.stride(0)), np.int64(kv.keys.stride(1))),
         np.int64(mask.stride(0) if mask is not None else 0),
         *common,
@@ -244,7 +267,7 @@ def attention_variants(head: int, dtype: torch.dtype, kind: int) -> tuple[loader
     """The two phases for heads of this width."""
     bf16, block = int(dtype == torch.bfloat16), attention_block(head, kind == SIXTEEN_BIT)
     shape = {"X_BF16": bf16, "HEAD": head, "WARPS": block.warps, "TILES": block.tiles, "KV": kind}
-    combine = {"X_BF16": bf16, "HEAD": head, "BLOCK": block.tokens}
+    combine = {"X_BF16": bf16, "HEAD": head, "BLOCK": block.tokens, "MOST": MOST_SPLITS}
     return (
         loader.Variant("attention.cu", tuple(shape.items())),
         loader.Variant("attention_combine.cu", tuple(combine.items())),

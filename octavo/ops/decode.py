@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from octavo.kernels.cuda import loader
-from octavo.kernels.tiling import row_block
 from octavo.ops import attention
 from octavo.ops.attention import CachedKV, Rotary, append, on_kernels, store
 from octavo.ops.fused import activate
@@ -48,11 +47,12 @@ def residual_norm(
         return norm(residual, weight, epsilon)
     m, k = residual.shape
     y = torch.empty_like(residual)
-    block = row_block(k)
-    defines = {"X_BF16": int(residual.dtype == torch.bfloat16), "THREADS": block.threads, "ROUNDS": block.rounds}
+    threads = min(512, -(-k // (8 * 32)) * 32)
+    rounds = -(-k // (8 * threads))
+    defines = {"X_BF16": int(residual.dtype == torch.bfloat16), "THREADS": threads, "ROUNDS": rounds}
     variant = loader.Variant("residual_norm.cu", tuple(defines.items()))
     arguments = delta, residual, weight, y, np.float32(epsilon), np.int32(k)
-    loader.launch(variant, (m,), block.threads, arguments, residual, attention.OVERLAP)
+    loader.launch(variant, (m,), threads, arguments, residual, attention.OVERLAP)
     return y
 
 

@@ -3,7 +3,7 @@
 //
 // 16-bit keys, values and, with ROTARY, queries; cache [B, kv_heads, capacity, HEAD] of E4M3 codes or 16-bit values.
 // Codes are bit for bit formats.reference: RNE(x / scale) with scale given (KV 0), or amax / 448 of the head's finite
-// values (KV 1), stored at [B, kv_heads, capacity]; KV 2 copies. Rotary embedding and norm round where Transformers'
+// values (KV 1), stored at [B, kv_heads, capacity]; KV 2 copies. `nans` [1] becomes 1 where a NaN is written. Rotary embedding and norm round where Transformers'
 // own round, to 16 bit after every operation. A warp takes one head of one token; a lane the values at lane + 32 i of
 // both halves, so that the pairs which are rotated together meet in one lane.
 //
@@ -67,7 +67,7 @@ DEVICE void rotate(Head& x, const u16* cosine, const u16* sine, int lane) {
     }
 }
 
-DEVICE void store_codes(u8* to, float* scale, const Head& x, int lane) {
+DEVICE void store_codes(u8* to, float* scale, int* nans, const Head& x, int lane) {
 #if KV == 1
     float amax = 0.0f;
 #pragma unroll
@@ -83,6 +83,7 @@ DEVICE void store_codes(u8* to, float* scale, const Head& x, int lane) {
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
         if (!inside(lane, i)) continue;
+        if (x.low[i] != x.low[i] || x.high[i] != x.high[i]) *nans = 1;  // whoever writes it writes the same
         to[lane + 32 * i] = u8(e4m3_of_float(x.low[i] / unit));
         to[lane + 32 * i + HEAD / 2] = u8(e4m3_of_float(x.high[i] / unit));
     }
@@ -92,7 +93,7 @@ DEVICE void store_codes(u8* to, float* scale, const Head& x, int lane) {
 // Strides in values; `padding` [B] tokens before a row's first, or null.
 KERNEL(THREADS, 1)
 NAME(const u16* q, const u16* k, const u16* v, u16* q_out, u8* keys, u8* values, float* k_scale, float* v_scale,
-     const u16* cosine, const u16* sine, const u16* q_norm, const u16* k_norm, const int* length, const int* padding,
+     int* nans, const u16* cosine, const u16* sine, const u16* q_norm, const u16* k_norm, const int* length, const int* padding,
      int added, int tokens, int q_heads, int kv_heads, float epsilon, i64 q_batch, i64 k_batch, i64 k_head, i64 k_token,
      i64 v_batch, i64 v_head, i64 v_token, i64 batch_stride, i64 head_stride) {
     const int lane = threadIdx.x % 32, unit = int(blockIdx.y) * (THREADS / 32) + threadIdx.x / 32;
@@ -124,6 +125,6 @@ NAME(const u16* q, const u16* k, const u16* v, u16* q_out, u8* keys, u8* values,
     store(reinterpret_cast<u16*>(to) + at, x, lane);
 #else
     float* scale = kind == 1 ? k_scale : v_scale;
-    store_codes(to + at, scale + (KV == 1 ? at / HEAD : 0), x, lane);
+    store_codes(to + at, scale + (KV == 1 ? at / HEAD : 0), nans, x, lane);
 #endif
 }

@@ -38,7 +38,9 @@ VARIANTS: dict[str, tuple[str, Granularity | None]] = {
     "graph fp8, kv fp8 tensor": ("fp8", "tensor"),
     "graph fp8, kv fp8": ("fp8", "token-head"),
 }
-FLOOR_DB = 25.0  # two orders of sums in bfloat16 through the whole model, which random weights do not dampen
+# Two orders of sums in bfloat16 differ by a unit in the last place here and there, which 32 layers of random weights do
+# not dampen (25.7 dB measured), and which moves codes of the cache that lie at the edge of another (20.8).
+FLOOR_DB = {"16bit": 22.0, "token-head": 16.0, "tensor": 16.0}
 
 
 def rows(
@@ -85,8 +87,8 @@ def check(model: nn.Module, kv_cache: Granularity, device: str) -> float:
     with torch.no_grad():
         want = cast(Any, model)(input_ids=ids, use_cache=True, **{cache_argument(model): cache}).logits[0, 64:]
     db = round(sqnr_db(torch.cat(found), want), 1)
-    if not db > FLOOR_DB:
-        raise OctavoError(f"gate of decode, {kv_cache}", got=f"{db} dB", need=f"{FLOOR_DB} dB")
+    if not db > FLOOR_DB[kv_cache]:
+        raise OctavoError(f"gate of decode, {kv_cache}", got=f"{db} dB", need=f"{FLOOR_DB[kv_cache]} dB")
     return db
 
 
@@ -127,7 +129,9 @@ def _parts(model: nn.Module, kv_cache: Granularity, device: str, tokens: int = 1
     """Milliseconds of a step at so many tokens by kind of work, each alone over all layers."""
     decoder = Decoder(model, capacity=tokens, kv_cache=kv_cache).warmup()
     step, layers = decoder.step, decoder.step.layers
-    caches = [cast(Any, storage.kv) for storage in cast(Any, decoder.state).storages]
+    state = cast(Any, decoder.state)
+    state.advance()
+    caches, logits = [storage.kv for storage in state.storages], state.logits.clone()
     x = torch.randn(1, step.final.weight.numel(), device=device, dtype=step.dtype)
     length = torch.tensor([tokens - 1], dtype=torch.int32, device=device)
     qkv, gate_up, positions = layers[0].qkv(x), layers[0].gate_up(x), Positions(*step.tables)
@@ -143,6 +147,7 @@ def _parts(model: nn.Module, kv_cache: Granularity, device: str, tokens: int = 1
         "attention": [partial(attend, q, kv, 0.09, 1, length=length) for kv in caches],
         "gate": [partial(gate, gate_up, step.activation) for _ in layers],
         "head": [partial(step.head, x)],
+        "next token": [lambda: state.take(logits.argmax(-1))],
     }
     return {name: round(graph_milliseconds(some, rounds=20) * len(some), 4) for name, some in calls.items()}
 

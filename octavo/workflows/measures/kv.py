@@ -23,6 +23,7 @@ from octavo.workflows.measures.timing import graph_milliseconds
 
 HEADS, GROUP, HEAD = 8, 4, 128
 KINDS = ("tensor", "token-head", "16bit")
+TORCH = "torch bf16"
 FLUSH_BYTES = 256 << 20
 FLOOR_DB = 49.0  # weights and result in bfloat16, each one rounding
 SHAPES = ((128, 4, 1), (128, 4, 1000), (128, 1, 8192), (64, 3, 777), (64, 16, 333), (96, 8, 130))  # head, group, tokens
@@ -53,21 +54,24 @@ def check(device: str, shapes: Iterable[tuple[int, int, int]] = SHAPES) -> dict[
 
 
 def rows(
-    device: str, tokens: Iterable[int] = (1024, 8192, 32768, 131072), batches: Iterable[int] = (1, 8)
+    device: str,
+    tokens: Iterable[int] = (1024, 8192, 32768, 131072),
+    batches: Iterable[int] = (1, 8),
+    names: Iterable[str] = (*KINDS, TORCH),
 ) -> Iterator[dict[str, Any]]:
-    """us, TB/s of the cache's bytes, and the speed-up over torch, case by case."""
+    """us, TB/s of the cache's bytes, and the speed-up over the last of the names, case by case."""
     for batch, count in itertools.product(batches, tokens):
         q = _values(batch, HEADS * GROUP, HEAD, seed=0, device=device)
         length = torch.tensor([count - 1], dtype=torch.int32, device=device)
         found: list[dict[str, Any]] = []
-        for name in (*KINDS, "torch bf16"):
-            kind = "16bit" if name == "torch bf16" else name
+        for name in names:
+            kind = "16bit" if name == TORCH else name
             one = _made(kind, batch, HEADS, count, HEAD, device)
             size = sum(part.nbytes for part in (one.keys, one.values, one.k_scale, one.v_scale) if part is not None)
             others = range(2, max(3, 2 * (FLUSH_BYTES // size)), 2)
             caches = [one, *(_made(kind, batch, HEADS, count, HEAD, device, seed) for seed in others)]
             ours = partial(attend, scaling=HEAD**-0.5, tokens=1, length=length)
-            call = _torch if name == "torch bf16" else ours
+            call = _torch if name == TORCH else ours
             took = graph_milliseconds([partial(call, q, kv) for kv in caches], rounds=20)
             row = {"what": name, "batch": batch, "tokens": count, "us": round(took * 1e3, 1), "bytes": size}
             found.append(row | {"tb_s": round(size / took / 1e9, 2)})
