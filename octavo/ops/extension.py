@@ -40,6 +40,7 @@ LEAST = 2.0**-100  # of scales: their inverse is finite, and so is what it multi
 CHUNK = 1024  # tokens that one block of over_tokens.cu adds up
 MOST_RANKS = 48  # whose sums it holds in registers
 MOST_COLUMNS = 64  # ranks that low_gradients.cu takes
+ONE_PASS = 2048  # columns of a gradient from which one pass over it beats two products
 WARPS = 8  # of a block of threads, a row each
 
 
@@ -201,7 +202,8 @@ def gradients_over_columns(dy: torch.Tensor, b: torch.Tensor, low: torch.Tensor,
     b [N, r] float32, multiplied in the dtype of dy; low [M, r] of that dtype.
     """
     (m, n), rank = dy.shape, b.shape[1]
-    if not fused.on_kernels(dy) or dy.dtype != torch.bfloat16 or rank > MOST_COLUMNS or n % 8 or not m:
+    small = n < ONE_PASS or rank > MOST_COLUMNS or n % 8 or not m
+    if small or not fused.on_kernels(dy) or dy.dtype != torch.bfloat16:
         into.copy_(dy @ b.to(dy.dtype))
         return (dy.mT @ low).float()
     dy, ranks = native.aligned(dy), 1 if rank <= 16 else 2 if rank <= 32 else 4
