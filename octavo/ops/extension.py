@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 
 from octavo.formats.codec import decode, encode
-from octavo.formats.granularity import Granularity, PerBlock, PerGroup, PerRow
+from octavo.formats.granularity import PerBlock, PerGroup, PerRow
 from octavo.formats.reference import dequantize_ref, quantize_ref
 from octavo.formats.scale import power_of_two_above
 from octavo.formats.scaled import ScaledTensor
@@ -58,11 +58,6 @@ class Downs:
     @property
     def rank(self) -> int:
         return self.unit.shape[0]
-
-    def weight(self, granularity: Granularity) -> ScaledTensor:
-        """As more rows of a weight of this granularity: codes without scales, which are in `unit`."""
-        shape = granularity.scale_shape(tuple(self.codes.shape))
-        return ScaledTensor(self.codes, torch.ones(shape, device=self.codes.device), E4M3, granularity)
 
     @property
     def room(self) -> int:

@@ -11,6 +11,7 @@ from itertools import accumulate
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from octavo.formats.granularity import PerBlock, PerGroup
 from octavo.formats.reference import dequantize_ref, quantize_ref, scaled_mm_ref
@@ -96,10 +97,14 @@ def gated_backward(
     return dgate, dup, q
 
 
-def transposed(weights: Sequence[ScaledTensor]) -> ScaledTensor:
-    """Weights [N_i, K] per block below each other, transposed: [K, sum of N_i], as one right operand for dX."""
-    scale = torch.cat([w.scale for w in weights]).mT.contiguous()
-    return ScaledTensor(fused.transposed(*(w.codes for w in weights)), scale, E4M3, BLOCK)
+def transposed(codes: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> ScaledTensor:
+    """Weights [N_i, K] per block below each other, transposed: [K, sum of N_i], as one right operand for dX.
+
+    Codes that lack scales, the last ones, take 1.
+    """
+    turned, scale = fused.transposed(*codes), torch.cat(list(scales))
+    scale = F.pad(scale, (0, 0, 0, turned.shape[1] // 128 - len(scale)), value=1.0)
+    return ScaledTensor(turned, scale.mT.contiguous(), E4M3, BLOCK)
 
 
 def product(a: ScaledTensor, b: ScaledTensor, dtype: torch.dtype) -> torch.Tensor:

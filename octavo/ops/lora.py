@@ -183,18 +183,19 @@ class _Backward:
 
     def input_gradient(self) -> torch.Tensor:
         quantized, self.quantized = self.quantized, None
-        weights = [p.weight for p in self.projections]
-        room = _room(sum(len(w.codes) for w in weights), self.projections)
+        codes = [p.weight.codes for p in self.projections]
+        room = _room(sum(len(part) for part in codes), self.projections)
         if quantized is None:
             columns = _row_scales(self.projections)
             quantized = _steps(self.projections).quantize_tokens(*self.grads, columns=columns, spare=room)[0]
         if room:
             downs = _downs(self.adapters)
             quantized = extension.append_gradients(quantized, self.low_gradient, downs)
-            weights.append(downs.weight(weights[0].granularity))
+            codes.append(downs.codes)
         if _by_blocks(self.projections):
-            return groups.product(quantized, groups.transposed(weights), self.dtype)
-        dx = native.product_with_codes(quantized, fused.transposed(*(w.codes for w in weights)), self.dtype)
+            weight = groups.transposed(codes, [p.weight.scale for p in self.projections])
+            return groups.product(quantized, weight, self.dtype)
+        dx = native.product_with_codes(quantized, fused.transposed(*codes), self.dtype)
         if self.adapters and not room:  # one pass over dx for all of them
             scaled = [adapter.a.to(self.dtype) * adapter.scaling for adapter in self.adapters]
             dx.addmm_(self.low_gradient, torch.cat(scaled))

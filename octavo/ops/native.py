@@ -7,6 +7,7 @@ are folded into dY in float32 before dY is quantized per token, and what is left
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import accumulate
 
 import numpy as np
@@ -62,7 +63,7 @@ def linear_dx(grad: torch.Tensor, w: ScaledTensor) -> torch.Tensor:
 
 def product_with_codes(a: ScaledTensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """a [M, N] per token times the E4M3 codes b [K, N]^T as they are -> [M, K] of `dtype`."""
-    return scaled_mm(a, ScaledTensor(b, torch.ones((b.shape[0], 1), device=b.device), E4M3, PerRow()), dtype)
+    return scaled_mm(a, ScaledTensor(b, _ones(b.shape[0], b.device), E4M3, PerRow()), dtype)
 
 
 def scaled_mm(a: ScaledTensor, b: ScaledTensor, dtype: torch.dtype, short_sums: bool = True) -> torch.Tensor:
@@ -186,3 +187,8 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         return x.clone(memory_format=torch.contiguous_format)
     return x
+
+
+@lru_cache(maxsize=64)
+def _ones(rows: int, device: torch.device) -> torch.Tensor:
+    return torch.ones((rows, 1), device=device)
