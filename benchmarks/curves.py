@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from math import ceil, floor
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from octavo.base.page import ticks
 
 COLOURS = {
     "bf16": "#8b93a3",
@@ -14,11 +21,11 @@ COLOURS = {
     "compensated": "#3d8b55",
 }
 NAMES = {
-    "bf16": "BF16 over the BF16 base",
-    "dequantized": "BF16 over the decoded FP8 base",
+    "bf16": "BF16 base, in BF16",
+    "dequantized": "FP8 base decoded, in BF16",
     "w8a16": "FP8 base, 16-bit products",
     "fused": "FP8 base, FP8 products",
-    "compensated": "compensated base, FP8 products",
+    "compensated": "the same, base compensated",
 }
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 560, 330, 62, 12, 34, 46
 Curve = list[tuple[float, float]]
@@ -26,15 +33,18 @@ Curve = list[tuple[float, float]]
 
 def figure(rows: Sequence[dict[str, Any]], limit: float) -> str:
     """rows: the curves, each with variant, seed and [step, held-out loss] pairs. limit: percent, drawn as a band."""
-    by_variant: dict[str, list[Curve]] = defaultdict(list)
+    losses: dict[str, dict[int, Curve]] = defaultdict(dict)
     for row in rows:
-        by_variant[row["variant"]].append([(step, loss) for step, loss in row["held_out"]])
+        losses[row["variant"]][row["seed"]] = [(step, loss) for step, loss in row["held_out"]]
+    by_variant = {name: list(losses[name].values()) for name in NAMES if name in losses}
     gaps = {
         name: [
-            [(step, 100 * (loss / other - 1)) for (step, loss), (_, other) in zip(mine, theirs, strict=True)]
-            for mine, theirs in zip(seeds, by_variant["dequantized"], strict=True)
+            [(step, 100 * (loss / other - 1)) for (step, loss), (_, other) in zip(mine, theirs[seed], strict=True)]
+            for seed, mine in losses[name].items()
+            if seed in theirs
         ]
-        for name, seeds in by_variant.items()
+        for theirs in (losses.get("dequantized", {}),)
+        for name in by_variant
         if name != "dequantized"
     }
     total = 2 * WIDTH
@@ -69,13 +79,13 @@ def _panel(x0: float, title: str, curves: dict[str, list[Curve]], limit: float |
         height = y(-limit) - y(limit)
         band = f'width="{x(last) - x(0):.1f}" height="{height:.1f}" fill="#2f6fb3" opacity="0.08"'
         parts.append(f'<rect x="{x(0):.1f}" y="{y(limit):.1f}" {band}/>')
-    for i in range(6):
-        value = lows + (highs - lows) * i / 5
+    step = ticks((highs - lows) / 2)[1]
+    for value in (step * i for i in range(ceil(lows / step), floor(highs / step) + 1)):
         ends = f'x1="{x(0):.1f}" x2="{x(last):.1f}" y1="{y(value):.1f}" y2="{y(value):.1f}"'
         parts.append(f'<line {ends} stroke="#e3e6ec"/>')
-        parts.append(f'<text x="{x(0) - 6:.1f}" y="{y(value) + 4:.1f}" text-anchor="end">{value:.2f}</text>')
-        step = last * i / 5
-        parts.append(f'<text x="{x(step):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{step:.0f}</text>')
+        parts.append(f'<text x="{x(0) - 6:.1f}" y="{y(value) + 4:.1f}" text-anchor="end">{value:.4g}</text>')
+    for value in (value for value in ticks(last) if value <= last):
+        parts.append(f'<text x="{x(value):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{value:.4g}</text>')
     parts.append(f'<text x="{x(last / 2):.1f}" y="{HEIGHT - 10}" text-anchor="middle">optimizer step</text>')
     for name, seeds in curves.items():
         mean = [(at[0][0], sum(value for _, value in at) / len(at)) for at in zip(*seeds, strict=True)]

@@ -35,6 +35,7 @@ def test_losses_gradients_and_figure(script, tiny_llama, tmp_path, capsys):
     assert all([step for step, _ in row["held_out"]] == [0, 2, 3] for row in curves.values())
     assert {"held_out_16_bit" in row for name, row in curves.items() if name not in ("fused", "compensated")} == {False}
     assert sum(row["part"] == "held-out loss" for row in rows) == 2 * 5, "two of the five with 16-bit products as well"
+    assert script.main(["--read", str(out), "--variants", "fused"]) == 0
     again = tmp_path / "again.jsonl"
     assert script.main(["--read", str(out), "--out", str(again), "--svg", str(svg)]) == 0
     assert again.read_text() == out.read_text()
