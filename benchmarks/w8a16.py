@@ -14,7 +14,9 @@ import itertools
 import json
 import math
 import os
+import random
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -132,7 +134,7 @@ def rivals(w: torch.Tensor) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]
     return found
 
 
-def run(n: int, k: int, tokens: list[int], sweep: bool) -> list[dict[str, object]]:
+def run(n: int, k: int, tokens: list[int], sweep: bool, seconds: float) -> list[dict[str, object]]:
     generator = torch.Generator("cuda").manual_seed(0)
     w = torch.randn(n, k, generator=generator, device="cuda", dtype=torch.bfloat16) * 0.02
     copies = max(2, FLUSH_BYTES // (n * k))
@@ -152,7 +154,12 @@ def run(n: int, k: int, tokens: list[int], sweep: bool) -> list[dict[str, object
             if sweep:
                 plans = compiled(few_token_plans(m, k) if m <= 16 else many_token_plans(m, n, k), x, weights[0])
             found = []
+            random.Random(0).shuffle(plans)  # so that whatever the time allows is a fair part
+            began = time.monotonic()
             for plan in plans:
+                if time.monotonic() - began > seconds:
+                    print(f"M={m} {n}x{k}: {len(found)} of {len(plans)} plans in {seconds} s", flush=True)
+                    break
                 db = sqnr_db(w8a16.product(x, weights[0], None, plan), exact)
                 if not db >= FLOOR_DB[isinstance(plan, Terms)]:
                     wrong.append(f"M={m} {n}x{k} {rule.granularity} {plan}: {db:.1f} dB")
@@ -242,6 +249,7 @@ def main() -> int:
     parser.add_argument("--shapes", default=SHAPES)
     parser.add_argument("--tokens", default="1,4,8,16,64,256,2048,4096,8192")
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--seconds", type=float, default=60.0, help="for the plans of one shape and number of tokens")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     print(f"torch {torch.__version__}, {caps_of('cuda')}; speed-up over BF16 torch.mm of the same run", flush=True)
@@ -249,7 +257,7 @@ def main() -> int:
     rows = []
     for shape in args.shapes.split(","):
         n, k = map(int, shape.split("x"))
-        found = run(n, k, tokens, args.sweep)
+        found = run(n, k, tokens, args.sweep, args.seconds)
         table(found)
         sys.stdout.flush()
         rows += found
