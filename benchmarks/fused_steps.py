@@ -1,6 +1,6 @@
 """Every kernel of a fused LoRA step by itself, on the shapes of a Llama-3.1-8B layer: microseconds, bandwidth or rate.
 
-    python benchmarks/fused_steps.py [--tokens 16384] [--out FILE]
+    python benchmarks/fused_steps.py [--tokens 16384] [--only rows|adapters|groups|products ...] [--out FILE]
 
 Medians of CUDA graphs; data larger than the L2 cache. Bytes are counted once each way; copy is the device's own.
 """
@@ -23,7 +23,7 @@ from timing import graph_milliseconds
 from octavo import PerGroup, Rule
 from octavo.formats.scaled import ScaledTensor
 from octavo.formats.spec import E4M3
-from octavo.ops import extension, fused, native, w8a16
+from octavo.ops import extension, fused, groups, native, w8a16
 
 HIDDEN, INNER, HEADS = 4096, 14336, 1024
 GROUP = Rule(E4M3, PerGroup(128))
@@ -33,11 +33,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", nargs="*", default=list(PARTS), choices=list(PARTS))
     args = parser.parse_args()
     m, rows = args.tokens, []
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
 
     def show(name: str, call: Callable[[], object], *, nbytes: int = 0, flops: int = 0) -> None:
         try:
@@ -49,6 +47,18 @@ def main() -> int:
         rows.append({"name": name, "us": took, "bytes": nbytes, "flops": flops})
         print(f"{name:52} {took:9.1f} us  {rate}", flush=True)
 
+    for name in args.only:
+        PARTS[name](show, m)
+    if args.out:
+        args.out.write_text(json.dumps({"device": torch.cuda.get_device_name(), "tokens": m, "rows": rows}) + "\n")
+    return 0
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def row_kernels(show: Callable[..., None], m: int) -> None:
     x, wide, other = normal(m, HIDDEN), normal(m, INNER), normal(m, INNER)
     keys = normal(m, HEADS)
     show("copy", lambda: x.clone(), nbytes=4 * x.numel())
@@ -79,13 +89,30 @@ def main() -> int:
     show("dB = dY^T u 14336", lambda: wide.mT @ low, nbytes=2 * wide.numel())
     show("dA = dU^T x 14336", lambda: low.mT @ wide, nbytes=2 * wide.numel())
     show("A from codes 14336 -> 16: w8a16", lambda: w8a16.linear(down, h, None, "none", None), nbytes=wide.numel())
+
+
+def group_kernels(show: Callable[..., None], m: int) -> None:
+    x, wide, other, weight = normal(m, HIDDEN), normal(m, INNER), normal(m, INNER), torch.rand(HIDDEN, device="cuda")
+    norm = lambda: groups.quantize_tokens(x, columns=weight, epsilon=1e-5)  # noqa: E731
+    show("group128 norm + quantize 4096", norm, nbytes=3 * x.numel())
+    show("group128 quantize 14336", lambda: groups.quantize_tokens(wide), nbytes=3 * wide.numel())
+    show("group128 gated forward", lambda: groups.gated(wide, other, "silu"), nbytes=7 * wide.numel())
+    _, gate, up = groups.gated(wide, other, "silu")
+    backward = lambda: groups.gated_backward(wide, gate, up, None, "silu")  # noqa: E731
+    show("group128 gated backward", backward, nbytes=10 * wide.numel())
+    q = groups.quantize_tokens(x)[0]
+    w = ScaledTensor(q.codes[:INNER], torch.rand(INNER // 128, HIDDEN // 128, device="cuda"), E4M3, groups.BLOCK)
+    show("block-scaled product 14336x4096", lambda: groups.product(q, w, torch.bfloat16), flops=2 * m * w.codes.numel())
+
+
+def adapter_steps(show: Callable[..., None], m: int) -> None:
     for n, k, ranks in ((INNER, HIDDEN, (16, 16)), (HIDDEN, INNER, (16,)), (HEADS, HIDDEN, (16, 16, 16))):
         adapters(show, m, n, k, ranks)
+
+
+def all_products(show: Callable[..., None], m: int) -> None:
     for n, k in ((28672, 4096), (INNER, HIDDEN), (HIDDEN, INNER), (HIDDEN, HIDDEN), (HEADS, HIDDEN)):
         products(show, m, n, k)
-    if args.out:
-        args.out.write_text(json.dumps({"device": torch.cuda.get_device_name(), "tokens": m, "rows": rows}) + "\n")
-    return 0
 
 
 def products(show: Callable[..., None], m: int, n: int, k: int) -> None:
@@ -150,6 +177,8 @@ def tensor_mm(a: ScaledTensor, w: ScaledTensor, one: torch.Tensor) -> torch.Tens
         a.as_float8(), w.as_float8().mT, one, whole, one, whole, output_dtype=torch.bfloat16, use_fast_accum=True
     )
 
+
+PARTS = {"rows": row_kernels, "adapters": adapter_steps, "groups": group_kernels, "products": all_products}
 
 if __name__ == "__main__":
     sys.exit(main())
