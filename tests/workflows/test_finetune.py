@@ -197,6 +197,15 @@ def test_static_activations_take_their_scales_along(tiny_llama, text, tmp_path, 
     assert float(out.get("model.layers.0.mlp.up_proj.input_scale")) == pytest.approx(8 / 448)
 
 
+def test_a_static_run_goes_on_with_its_scales_only(tiny_llama, text, tmp_path, scales):
+    static = {"activation": "static", "scales": scales}
+    finetune(settings(tiny_llama, text, tmp_path / "run", save_every=1, max_steps=1, **static))
+    with pytest.raises(MismatchError, match="scales"):
+        finetune(settings(tiny_llama, text, tmp_path / "run", save_every=1, max_steps=2, resume="must"))
+    with pytest.raises(MismatchError, match="activation; got auto"):
+        finetune(settings(tiny_llama, text, tmp_path / "run", save_every=1, max_steps=2, resume="must", scales=scales))
+
+
 def test_scales_of_another_model_are_refused(tiny_llama_128, text, tmp_path, scales):
     with pytest.raises(MismatchError, match="another model"):
         finetune(settings(tiny_llama_128, text, tmp_path / "run", activation="static", scales=scales))

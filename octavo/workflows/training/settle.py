@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from octavo.base.allocator import expandable_segments
-from octavo.base.errors import ConfigError
+from octavo.base.errors import ConfigError, MismatchError
 from octavo.base.log import logger
 from octavo.integrations.attention import choose_attention
 from octavo.integrations.fast_path import Chosen, choose_activation
@@ -44,6 +44,9 @@ def _activation(config: FinetuneConfig, model: Any, run: RunFolder) -> Chosen:
     if not run.steps():
         return choose_activation(model)
     began = str(run.read_config()["activation"])
+    if began == "static":
+        fix = "Give --activation static and its --scales."
+        raise MismatchError(f"{run.path} was trained with other settings: activation", got="auto", need=began, fix=fix)
     return choose_activation(model, Chosen(began, "as the run began"))
 
 
