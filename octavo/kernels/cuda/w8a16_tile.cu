@@ -20,6 +20,7 @@
 #define W_SLOT (TILES_N * 2 * 32 * 16)
 #define SLOT (WARPS * W_SLOT + X_SLOT)
 #define PITCH (ROWS + 4)
+#define GROUP (TILES_M < 8 ? TILES_M : 8)
 
 KERNEL(THREADS, 1)
 NAME(const u8* codes, const float* scale, const u16* x, const u16* bias, u16* y, float* parts, int M, int N, int K,
@@ -77,26 +78,42 @@ NAME(const u8* codes, const float* scale, const u16* x, const u16* bias, u16* y,
         __syncthreads();  // x is here for all, and all have read the slot that is filled next
         copy(step + DEPTH - 1);
         const u8* slot = shared + step % DEPTH * SLOT;
-        u32 a[TILES_N][4][4];
+        const u8* w = slot + warp * W_SLOT + lane * 16;
+        const u8* tokens = slot + WARPS * W_SLOT + g * X_PITCH + t * 32;
+        Words codes_of[TILES_N][2];
 #pragma unroll
         for (int i = 0; i < TILES_N; ++i) {
-            const u8* w = slot + warp * W_SLOT + (i * 64 + lane) * 16;
-            const Words upper = words(shared_vector(w)), lower = words(shared_vector(w + 512));
 #pragma unroll
-            for (int s = 0; s < 4; ++s) {
-                const Pairs up = decode(upper.at[s]), down = decode(lower.at[s]);
-                a[i][s][0] = up.low, a[i][s][1] = down.low, a[i][s][2] = up.high, a[i][s][3] = down.high;
-            }
+            for (int r = 0; r < 2; ++r) codes_of[i][r] = words(shared_vector(w + (i * 2 + r) * 512));
         }
+        // 16 of K at a time for all sums of 8 groups of tokens: products that wait for each other lie far apart.
 #pragma unroll
-        for (int j = 0; j < TILES_M; ++j) {
-            const u8* from = slot + WARPS * W_SLOT + (8 * j + g) * X_PITCH + t * 32;
-            const Words b[2] = {words(shared_vector(from)), words(shared_vector(from + 16))};
+        for (int half = 0; half < 2; ++half) {
+            u32 a[2][TILES_N][4];
 #pragma unroll
-            for (int s = 0; s < 4; ++s) {
-                const u32 pair[2] = {b[s / 2].at[s % 2 * 2], b[s / 2].at[s % 2 * 2 + 1]};
+            for (int s = 0; s < 2; ++s) {
 #pragma unroll
-                for (int i = 0; i < TILES_N; ++i) mma(part[i][j], a[i][s], pair);
+                for (int i = 0; i < TILES_N; ++i) {
+                    const Pairs up = decode(codes_of[i][0].at[2 * half + s]);
+                    const Pairs down = decode(codes_of[i][1].at[2 * half + s]);
+                    a[s][i][0] = up.low, a[s][i][1] = down.low, a[s][i][2] = up.high, a[s][i][3] = down.high;
+                }
+            }
+#pragma unroll
+            for (int first = 0; first < TILES_M; first += GROUP) {
+                Words b[GROUP];
+#pragma unroll
+                for (int j = 0; j < GROUP; ++j)
+                    b[j] = words(shared_vector(tokens + (first + j) * 8 * X_PITCH + half * 16));
+#pragma unroll
+                for (int s = 0; s < 2; ++s) {
+#pragma unroll
+                    for (int j = 0; j < GROUP; ++j) {
+                        const u32 pair[2] = {b[j].at[2 * s], b[j].at[2 * s + 1]};
+#pragma unroll
+                        for (int i = 0; i < TILES_N; ++i) mma(part[i][first + j], a[s][i], pair);
+                    }
+                }
             }
         }
 #if SCALES == 2
