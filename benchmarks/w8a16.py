@@ -71,19 +71,8 @@ def few_token_plans(m: int, k: int) -> list[Plan]:
 def many_token_plans(m: int, n: int, k: int) -> list[Plan]:
     """Tiles of w8a16_tile.cu with parts of K for one or two waves of blocks; two terms; the decoded weight."""
     found: list[Plan] = [Terms(), *(Panels(size) for size in (1024, 2048, 4096, 8192) if size < n), Panels(1 << 31)]
-    shapes = [
-        (2, 4, 7),
-        (2, 4, 8),
-        (2, 8, 4),
-        (2, 8, 7),
-        (2, 8, 8),
-        (4, 4, 4),
-        (4, 8, 4),
-        (2, 16, 7),
-        (2, 16, 8),
-        (1, 16, 8),
-    ]
-    for (tiles_n, tiles_m, warps), depth in itertools.product(shapes if m <= 512 else [], (2, 3, 4)):
+    shapes = [(2, 4, 4), (2, 4, 8), (2, 8, 4), (2, 8, 7), (2, 8, 8), (4, 4, 4), (1, 8, 8), (4, 8, 4)]
+    for (tiles_n, tiles_m, warps), depth in itertools.product(shapes if m <= 512 else [], (3, 4)):
         block = Block(tiles_n, tiles_m, warps, depth)
         blocks = math.prod(block.grid(m, n))
         room = (
