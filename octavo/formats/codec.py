@@ -36,6 +36,11 @@ def encode(x: torch.Tensor, spec: FloatSpec) -> torch.Tensor:
     return (code | sign).to(torch.uint8)
 
 
+def all_finite(x: torch.Tensor) -> bool:
+    """Whether float x holds neither NaN nor Inf: one pass, and a second one only where the sum says there might be."""
+    return bool(torch.isfinite(x.sum())) or bool(torch.isfinite(x).all())
+
+
 def nearest(y: torch.Tensor, spec: FloatSpec) -> torch.Tensor:
     """Round float32 y to the values of `spec`, nearest, ties to even, saturating: decode(encode(y)) without the codes.
 

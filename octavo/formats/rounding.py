@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from octavo.base.errors import DataError, ShapeError
-from octavo.formats.codec import encode, nearest
+from octavo.formats.codec import all_finite, encode, nearest
 from octavo.formats.granularity import Granularity
 from octavo.formats.spec import FloatSpec
 
@@ -60,7 +60,7 @@ class Curvature:
         """
         if moments.dim() != 2 or moments.shape[0] != moments.shape[1]:
             raise ShapeError("second moments", got=str(list(moments.shape)), need="a square matrix")
-        if not bool(torch.isfinite(moments).all()):
+        if not all_finite(moments):
             raise DataError("second moments hold NaN or Inf", fix="Look for NaN in the calibration activations.")
         if bool((moments.diagonal() < 0).any()):
             raise DataError("second moments", got="a negative diagonal", need="sums of squares", fix="Calibrate again.")
@@ -75,7 +75,7 @@ class Curvature:
             lower, info = torch.linalg.cholesky_ex(_with_ridge(h, torch.where(live, damping * mean, mean)).flip(0, 1))
             if int(info) == 0:
                 factor = _unit_inverse((lower / lower.diagonal()).flip(0, 1))
-                if bool(torch.isfinite(factor).all()):
+                if all_finite(factor):
                     return cls(order, h, factor, live, damping, damping * mean)
             damping *= 10
         need = "a positive semidefinite matrix, as sums over tokens are"
@@ -170,25 +170,24 @@ def compensated(
     w = weight.float().index_select(1, order)
     target = w / s
     plain = nearest(target, spec)
-    special = ~torch.isfinite(w)
-    fixed = special | ~live if bool(special.any()) or not bool(live.all()) else None
-    if fixed is not None:
+    special = None if all_finite(w) else ~torch.isfinite(w)
+    if special is not None:
         w = w.masked_fill(special, 0.0)
     y = _compensate(w, s, curvature.factor, spec, columns)
     damped = _with_ridge(h, live * curvature.ridge)
     for _ in range(sweeps):
         y = _descend(w, s, y, damped, spec, columns)
-    if fixed is not None:
-        y = torch.where(fixed, plain, y)
+    if not bool(live.all()):
+        y = torch.where(live, y, plain)
 
     errors = []
-    for codes in (y, plain):
-        e = w - codes * s
-        errors.append(_quadratic(e if fixed is None else e.masked_fill(special, 0.0), h))
+    for rounded in (y, plain):
+        e = w - rounded * s
+        errors.append(_quadratic(e if special is None else e.masked_fill(special, 0.0), h))
     error, error_nearest = errors
     worse = error > error_nearest
     y[worse] = plain[worse]
-    if fixed is not None:
+    if special is not None:
         y = torch.where(special, target, y)
     codes = columns.encode(y, spec).index_select(1, torch.argsort(order))
     return Rounded(codes, torch.minimum(error, error_nearest), error_nearest)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from octavo.base.errors import ConfigError
-from octavo.formats.codec import nearest_
+from octavo.formats.codec import all_finite, nearest_
 from octavo.formats.granularity import Granularity
 from octavo.formats.spec import FloatSpec
 
@@ -68,8 +68,7 @@ def mse_scale(
         step = max(SLICE // x.shape[1] // rows, 1) * rows
         parts = [mse_scale(part, spec, granularity, scale_format, importance) for part in torch.split(x, step)]
         return torch.cat(parts)
-    finite = torch.isfinite(x)
-    x = torch.where(finite, x, torch.zeros_like(x)).float()
+    x = x.float() if all_finite(x) else torch.nan_to_num(x.float(), nan=0.0, posinf=0.0, neginf=0.0)
     amax = granularity.amax(x)
     start = best_scale = scale_of(amax, spec, scale_format)
     # In units of the absmax scale: a candidate's error is factor^2 times that of rounding x / (start factor).

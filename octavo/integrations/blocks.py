@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import product
 from typing import Any, cast
 
 import torch
@@ -151,7 +152,7 @@ class BlockWalk:
         with torch.enable_grad(), fast_products(), self._instead(forward):
             for sample, x in zip(self.samples, hidden, strict=True):
                 leaf = x.to(self.device).requires_grad_(True)
-                head_backward(self.model, sample, generator)
+                head_backward(self.model, sample[None], generator)
                 gradients.append(cast(torch.Tensor, leaf.grad).cpu())
         return gradients
 
@@ -202,25 +203,25 @@ class BlockMoments:
         return self._matrices[self._keys[module]]
 
 
-def head_backward(model: nn.Module, sample: torch.Tensor, generator: torch.Generator) -> None:
-    """Forward and backward of the negative log-likelihood of drawn tokens; sample int64 [T].
+def head_backward(model: nn.Module, samples: torch.Tensor, generator: torch.Generator) -> None:
+    """Forward and backward of the negative log-likelihood of drawn tokens; samples int64 [B, T].
 
-    The head runs on HEAD_TOKENS at a time: with the logits of a whole sample it would take more memory than the rest.
+    The head runs on HEAD_TOKENS at a time: with the logits of whole samples it would take more memory than the rest.
     """
     inner = decoder(model)
-    tokens = sample[None].to(next(model.parameters()).device)
+    tokens = samples.to(next(model.parameters()).device)
     out = inner(input_ids=tokens, use_cache=False)
     hidden = out.last_hidden_state.detach()
     gradient = torch.empty_like(hidden)
     try:
-        for start in range(0, len(sample), HEAD_TOKENS):
+        for row, start in product(range(len(samples)), range(0, samples.shape[1], HEAD_TOKENS)):
             part = slice(start, start + HEAD_TOKENS)
-            leaf = hidden[0, part][None].requires_grad_(True)
+            leaf = hidden[row, part][None].requires_grad_(True)
             given = type(out)(last_hidden_state=leaf)
             inner.forward = lambda *_, given=given, **__: given
-            logits = cast(Any, model)(input_ids=tokens[:, part], use_cache=False).logits[0]
+            logits = cast(Any, model)(input_ids=tokens[row : row + 1, part], use_cache=False).logits[0]
             fisher_backward(logits, generator)
-            gradient[:, part] = leaf.grad
+            gradient[row, part] = leaf.grad[0]
     finally:
         del inner.forward  # the class's own again
     out.last_hidden_state.backward(gradient)

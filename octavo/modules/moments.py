@@ -219,7 +219,7 @@ def _off_diagonal(matrix: torch.Tensor, size: torch.Tensor) -> float:
 
 @dataclass
 class _Call:
-    """x: the inputs of a linear, [..., K]. norm: squared norms of the gradients at its outputs, float32 [tokens]."""
+    """x: the inputs of a linear, [..., K]. norm: squared norms of the gradients at its outputs, float32 [...]."""
 
     x: torch.Tensor
     norm: torch.Tensor | None = None
@@ -228,9 +228,9 @@ class _Call:
 class TokenWeights(_Watch):
     """Weighs tokens by squared gradient norms at the outputs of linears, summed over the linears of a group.
 
-    with TokenWeights(model, groups, use) as watch: run a sample forward and backward, then `watch.flush()`, which calls
-    use(key, inputs [..., K], weights float32 [tokens]) for each group that the sample reached. Weights are in units
-    that are a group's own, and no token counts for much more than MOST_WEIGHT times the mean of the tokens so far.
+    with TokenWeights(model, groups, use) as watch: run samples forward and backward, then `watch.flush()`, which calls
+    use(key, inputs [tokens, K], weights float32 [tokens]) for each sample and each group that it reached. Weights are
+    in units of the group's own, and no token counts for much more than MOST_WEIGHT times the mean of those so far.
     """
 
     def __init__(
@@ -266,18 +266,21 @@ class TokenWeights(_Watch):
 
         def arrived(gradient: torch.Tensor) -> None:
             norm = torch.linalg.vector_norm(pick(gradient.detach()), dim=-1, dtype=torch.float32)
-            call.norm = norm.square().reshape(-1)
+            call.norm = norm.square()
 
         result.register_hook(arrived)  # type: ignore[no-untyped-call]
 
     def flush(self) -> None:
-        """The sample is done. CheckpointError for gradients that hold NaN or Inf."""
+        """The samples are done. CheckpointError for gradients that hold NaN or Inf."""
         for key, names in self.groups.items():
             siblings = [calls for name in names if (calls := self._calls.pop(name, None))]
             for together in zip(*siblings, strict=True):
                 norms = [call.norm for call in together if call.norm is not None]
-                if norms:
-                    self._use(key, together[0].x, self._capped(key, torch.stack(norms).sum(0).cpu()))
+                if not norms:
+                    continue
+                x, norm = together[0].x, torch.stack(norms).sum(0).cpu()
+                for sample, its in zip(x, norm, strict=True) if x.dim() == 3 else [(x, norm)]:
+                    self._use(key, sample, self._capped(key, its))
 
     def _capped(self, key: str, weight: torch.Tensor) -> torch.Tensor:
         if not bool(torch.isfinite(weight).all()):

@@ -85,14 +85,14 @@ class PanelColumns:
         before = h.neg().unbind()
         with _ONE_LOOP:
             for j, diagonal in enumerate(h.diagonal().tolist()):
-                if not diagonal > 0:
-                    continue
                 v, s, code, moved = panel.values[j], panel.scales[j], panel.codes[j], panel.results[j]
+                if not diagonal > 0:
+                    v.copy_(code)
+                    continue
                 v.addmv_(panel.earlier[j], before[j].narrow(0, 0, j))
                 better = nearest_(torch.addcdiv(code, v, s, value=1 / diagonal, out=v), spec, panel.scratch)
                 torch.sub(better, code, out=moved).mul_(s)
-                code.copy_(better)
-        return panel.code.mT, panel.result.mT
+        return panel.value.mT, panel.result.mT
 
     def encode(self, y: torch.Tensor, spec: FloatSpec) -> torch.Tensor:
         codes = torch.empty(y.shape, dtype=torch.uint8, device=y.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from concurrent.futures import Future
 from dataclasses import replace
 from threading import Lock
 from typing import Protocol
@@ -54,7 +55,7 @@ class Compensator:
         self.moments, self.device = moments, device
         self.error = self.error_nearest = 0.0
         self._lock = Lock()
-        self._kept: OrderedDict[str, Curvature] = OrderedDict()
+        self._kept: OrderedDict[str, Future[Curvature]] = OrderedDict()
 
     def __call__(self, x: torch.Tensor, rule: Rule, scale: torch.Tensor | None, module: str) -> ScaledTensor:
         """x [N, K] (any whole number of scale tiles of a weight), scale or None as in `octavo.quantize`."""
@@ -80,13 +81,19 @@ class Compensator:
     def _curvature(self, module: str, place: torch.device) -> Curvature:
         key = self.moments.key(module)
         with self._lock:
-            while key not in self._kept and len(self._kept) >= KEPT:
-                self._kept.popitem(last=False)
-            if key not in self._kept:
-                try:
-                    self._kept[key] = Curvature.of(self.moments.get(module).to(place))
-                except DataError as error:
-                    what = f"{module}: {error.what}"
-                    raise DataError(what, got=error.got, need=error.need, fix=error.fix) from None
+            found = self._kept.get(key)
+            if mine := found is None:
+                while len(self._kept) >= KEPT:
+                    self._kept.popitem(last=False)
+                found = self._kept[key] = Future()
             self._kept.move_to_end(key)
-            return self._kept[key]
+        if mine:  # outside of the lock: other threads may factorize others meanwhile
+            try:
+                found.set_result(Curvature.of(self.moments.get(module).to(place)))
+            except BaseException as error:
+                found.set_exception(error)
+        try:
+            return found.result()
+        except DataError as error:
+            what = f"{module}: {error.what}"
+            raise DataError(what, got=error.got, need=error.need, fix=error.fix) from None

@@ -6,7 +6,7 @@ import torch
 from octavo.base.errors import CheckpointError, ConfigError
 from octavo.formats.recipe import Recipe
 from octavo.integrations import measuring
-from octavo.integrations.moments import gather_moments, split_groups, watched_groups
+from octavo.integrations.moments import _stacked, gather_moments, split_groups, watched_groups
 from octavo.integrations.transformers import load
 
 L = "model.layers.0"
@@ -63,6 +63,13 @@ def test_fisher_weights_change_the_matrices_and_are_reproducible(opened, samples
     assert torch.equal(first.get(name), again.get(name))
     assert not torch.allclose(first.get(name), plain.get(name), rtol=0.05)
     assert all(parameter.grad is None for parameter in opened.model.parameters())
+
+
+def test_samples_of_one_length_pass_together(samples):
+    given = [samples[0], samples[1], samples[0][:8], samples[2]]
+    found = list(_stacked(given, 40))
+    assert [list(x.shape) for x in found] == [[2, 16], [1, 8], [1, 16]]
+    assert torch.equal(torch.cat([x.flatten() for x in found]), torch.cat(given))
 
 
 def test_nan_activations_name_the_linear(opened, samples, tmp_path):

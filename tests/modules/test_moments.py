@@ -124,7 +124,7 @@ def weights_of(model, groups, *samples):
 def test_token_weights_are_squared_gradient_norms(block):
     x = torch.randn(1, 6, 8, requires_grad=True)
     weights, inputs = weights_of(block, GROUPS, lambda: block(x).square().sum().backward())
-    assert torch.equal(inputs["gate_up_proj"][0], x)
+    assert torch.equal(inputs["gate_up_proj"][0], x[0])
     got, y = {key: found[0] for key, found in weights.items()}, block(x)
     gate, up = block.gate_proj(x), block.up_proj(x)
     for tensor in (gate, up):
@@ -146,6 +146,15 @@ def test_one_loud_token_does_not_drown_the_others(block, before):
     found = weights_of(block, GROUPS, *([lambda: run(0.0)] if before else []), lambda: run(1e6))[0]["down_proj"]
     everything = torch.cat(found)
     assert found[-1][0] == everything.max() <= 1.1 * MOST_WEIGHT * everything.mean()
+
+
+def test_samples_that_pass_together_are_told_apart(block):
+    samples = torch.randn(3, 1, 5, 8, requires_grad=True)
+    apart = weights_of(block, GROUPS, *(lambda x=x: block(x).square().sum().backward() for x in samples))
+    together = weights_of(block, GROUPS, lambda: block(samples[:, 0]).square().sum().backward())
+    for one, other in zip(apart, together, strict=True):
+        for key, found in one.items():
+            torch.testing.assert_close(found, other[key])
 
 
 def test_linears_without_a_gradient_leave_the_weights_to_their_siblings(block):
