@@ -82,13 +82,12 @@ def cases(m: int) -> dict[str, Callable[[], Case]]:
 
 def gated(m: int) -> Case:
     gate, up = rows(m, INNER), rows(m, INNER, 1)
-    blocks = [RowBlock(512, 4, 1, 2), RowBlock(256, 7, 1, 5), RowBlock(384, 5, 1, 3), RowBlock(384, 5, 1, 4, UNROLL)]
-    blocks += [RowBlock(896, 2, 1, 1), RowBlock(448, 4, 2, 2), RowBlock(448, 4, 2, 2, UNROLL), RowBlock(1024, 2, 2, 1)]
-    kept = (*UNROLL, "KEEP")
-    for stages in (2, 3):
-        blocks += [RowBlock(896, 2, stages, 1, flags) for flags in ((), UNROLL, kept)]
-        blocks += [RowBlock(608, 3, stages, 1, flags) for flags in (UNROLL, kept)]
-    blocks += [RowBlock(896, 2, 2, 1, (*kept, "HOLD")), RowBlock(448, 4, 3, 1, kept)]
+    kept, held = (*UNROLL, "KEEP"), (*UNROLL, "KEEP", "HOLD")
+    blocks = [RowBlock(512, 4, 1, 3), RowBlock(512, 4, 1, 3, UNROLL), RowBlock(256, 7, 1, 5), RowBlock(256, 7, 1, 6)]
+    blocks += [RowBlock(384, 5, 1, 4), RowBlock(448, 4, 1, 2, UNROLL), RowBlock(448, 4, 1, 2, kept)]
+    blocks += [RowBlock(896, 2, 2, 1, flags) for flags in (UNROLL, kept, held)]
+    blocks += [RowBlock(448, 4, 2, 1, flags) for flags in (UNROLL, kept)]
+    blocks += [RowBlock(608, 3, 2, 1, flags) for flags in (UNROLL, kept)]
     compute = lambda at: parts_of(fused.gated(gate[at], up[at], "silu"))  # noqa: E731
     return Case(compute, 7 * gate.numel(), False, blocks)
 
@@ -96,13 +95,8 @@ def gated(m: int) -> Case:
 def gated_backward(m: int) -> Case:
     dh, columns = rows(m, INNER), torch.rand(2 * INNER, device="cuda")
     _, gate, up = fused.gated(rows(m, INNER, 1), rows(m, INNER, 2), "silu")
-    blocks = [RowBlock(512, 4, 1, 2), RowBlock(256, 7, 1, 5), RowBlock(384, 5, 1, 4), RowBlock(896, 2, 1, 1)]
-    blocks += [RowBlock(896, 2, 1, 1, UNROLL), RowBlock(448, 4, 2, 2), RowBlock(448, 4, 2, 2, UNROLL)]
-    for stages in (2, 3):
-        blocks += [RowBlock(896, 2, stages, 1), RowBlock(896, 2, stages, 1, UNROLL), RowBlock(608, 3, stages, 1)]
-        blocks += [RowBlock(608, 3, stages, 1, UNROLL)]
-    blocks += [RowBlock(608, 3, 2, 1, (*UNROLL, "HOLD")), RowBlock(448, 4, 2, 1, UNROLL + COLUMNS)]
-    blocks += [RowBlock(1024, 2, 2, 1), RowBlock(640, 3, 2, 1)]
+    blocks = [RowBlock(448, 4, 3, 1, UNROLL + COLUMNS), RowBlock(320, 6, 2, 1, UNROLL + COLUMNS)]
+    blocks += [RowBlock(384, 5, 2, 1, UNROLL + COLUMNS), RowBlock(384, 5, 1, 4)]
 
     def compute(at: slice) -> tuple[torch.Tensor, ...]:
         g, u = (ScaledTensor(q.codes[at], q.scale[at], q.spec, q.granularity) for q in (gate, up))
@@ -111,19 +105,16 @@ def gated_backward(m: int) -> Case:
     return Case(compute, 10 * dh.numel(), False, blocks)
 
 
-def narrow() -> Iterator[RowBlock]:
+def narrow() -> list[RowBlock]:
     """For rows of 4096."""
-    yield from (RowBlock(128, 4, 1, 4), RowBlock(128, 4, 1, 5), RowBlock(256, 2, 1, 4), RowBlock(256, 2, 1, 4, COLUMNS))
-    yield from (RowBlock(256, 2, 1, 5), RowBlock(512, 1, 1, 2), RowBlock(512, 1, 1, 2, COLUMNS), RowBlock(512, 1, 1, 3))
-    for flags in ((), COLUMNS):
-        yield from (RowBlock(256, 2, 2, 4, flags), RowBlock(256, 2, 3, 4, flags), RowBlock(512, 1, 2, 2, flags))
-        yield from (RowBlock(512, 1, 3, 3, flags), RowBlock(512, 1, 4, 2, flags), RowBlock(512, 1, 2, 3, flags))
+    sizes = ((128, 4, 2, 4), (128, 4, 3, 4), (256, 2, 2, 3), (256, 2, 3, 4))
+    return [RowBlock(*size, COLUMNS) for size in sizes]
 
 
 def norm(m: int) -> Case:
     x, weight = rows(m, HIDDEN), torch.rand(HIDDEN, device="cuda")
     compute = lambda at: parts_of(fused.quantize_tokens(x[at], columns=weight, epsilon=1e-5))  # noqa: E731
-    return Case(compute, 3 * x.numel(), False, list(narrow()))
+    return Case(compute, 3 * x.numel(), False, narrow())
 
 
 def norm_backward(m: int, coded: bool) -> Case:
@@ -140,28 +131,24 @@ def norm_backward(m: int, coded: bool) -> Case:
 
 def fold(m: int, widths: tuple[int, ...]) -> Case:
     parts, columns = [rows(m, k, k) for k in widths], torch.rand(sum(widths), device="cuda")
-    blocks = list(narrow())
+    blocks = narrow()
     if sum(widths) == INNER:
-        blocks = [RowBlock(896, 2, stages, 1, flags) for stages in (1, 2, 3) for flags in ((), COLUMNS)]
-        blocks += [RowBlock(448, 4, 1, 2), RowBlock(512, 4, 1, 1), RowBlock(640, 3, 2, 1, COLUMNS)]
+        blocks = [RowBlock(448, 4, stages, 1, COLUMNS) for stages in (2, 3)] + [RowBlock(640, 3, 3, 1, COLUMNS)]
     elif sum(widths) > HIDDEN:
-        blocks = [RowBlock(384, 2, stages, 2, flags) for stages in (1, 2, 3) for flags in ((), COLUMNS)]
-        blocks += [RowBlock(256, 3, 1, 4), RowBlock(256, 3, 2, 3, COLUMNS), RowBlock(768, 1, 2, 1, COLUMNS)]
-        blocks += [RowBlock(768, 1, 3, 2, COLUMNS), RowBlock(384, 2, 1, 3)]
+        blocks = [RowBlock(192, 4, 2, count, COLUMNS) for count in (2, 3)] + [RowBlock(256, 3, 3, 3, COLUMNS)]
     compute = lambda at: parts_of(fused.quantize_tokens(*(p[at] for p in parts), columns=columns))  # noqa: E731
     return Case(compute, 3 * sum(part.numel() for part in parts), True, blocks)
 
 
 def plain(m: int, k: int) -> Case:
     x = rows(m, k)
-    blocks = [RowBlock(128, 4, 1, 6), RowBlock(128, 4, 1, 8), RowBlock(256, 2, 1, 4), RowBlock(256, 2, 1, 5)]
-    blocks += [RowBlock(512, 1, 1, 3), RowBlock(256, 2, 2, 5), RowBlock(256, 2, 3, 4), RowBlock(512, 1, 3, 3)]
+    blocks = [RowBlock(128, 4, 1, 6), RowBlock(128, 4, 1, 8), RowBlock(256, 2, 1, 5), RowBlock(256, 2, 2, 5)]
     return Case(lambda at: parts_of(fused.quantize_tokens(x[at])), 3 * x.numel(), True, blocks)
 
 
 def group128(m: int) -> Case:
     x, rule = rows(m, HIDDEN), Rule(E4M3, PerGroup(128))
-    blocks = [GroupBlock(threads, count) for threads in (128, 256, 512) for count in (1, 2, 4, 8)]
+    blocks = [GroupBlock(threads, count) for threads in (128, 256) for count in (1, 2, 4)]
 
     def compute(at: slice) -> tuple[torch.Tensor, ...]:
         if fused.on_kernels(x):

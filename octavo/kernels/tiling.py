@@ -35,8 +35,15 @@ class RowBlock:
 
 
 def row_block(k: int, fold: bool = False) -> RowBlock:
-    """For a row of k <= MAX_TOKEN_WIDTH values: 128 to 512 threads, four rounds or, where that is not enough, eight."""
+    """For a row of k <= MAX_TOKEN_WIDTH values: 128 to 512 threads, four rounds or, where that is not enough, eight.
+
+    fold: columns are multiplied in. They stay in registers, for many rows, where those are enough.
+    """
     vectors = max(1, -(-k // 8))
+    if fold and vectors <= 3 * 640:
+        rounds, fit = (2, 1024) if vectors <= 512 else (3, 768)
+        threads = 32 * -(-vectors // (32 * rounds))
+        return RowBlock(threads, -(-vectors // threads), 2, min(8, max(1, fit // threads)), ("COLUMNS",))
     threads = 128
     while vectors > 4 * threads and threads < 512:
         threads *= 2
@@ -44,9 +51,16 @@ def row_block(k: int, fold: bool = False) -> RowBlock:
 
 
 def gated_block(k: int, backward: bool, shared: int) -> RowBlock:
-    """For a row of k values a matrix. shared: bytes of shared memory that a block can have."""
+    """For a row of k values a matrix. shared: bytes of shared memory that a block can have.
+
+    Backward: the columns in registers, for many rows, where those are enough.
+    """
     vectors = max(1, -(-k // 8))
-    return RowBlock(512, -(-vectors // 512))
+    threads = 32 * -(-vectors // (32 * 4))
+    staged = RowBlock(threads, -(-vectors // threads), 2, min(8, max(1, 512 // threads)), ("UNROLL", "COLUMNS"))
+    if backward and threads <= 512 and staged.shared_bytes(2) <= shared:
+        return staged
+    return RowBlock(384, -(-vectors // 384), 1, 3)
 
 
 @dataclass(frozen=True)

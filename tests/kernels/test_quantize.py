@@ -56,6 +56,32 @@ def test_every_bfloat16(grouped):
     assert torch.equal(scale, want.scale) and torch.equal(codes, want.codes)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_every_quotient(dtype):
+    """Significands of the largest value times those of all, over E4M3's range: a quotient on the edge of a code is
+    frequent, and is on its own side. Of float16's 1024 x 1024, those of 128 largest values."""
+    bits = 8 if dtype == torch.bfloat16 else 11
+    every = torch.arange(2 ** (bits - 1), 2**bits) / 2 ** (bits - 1)
+    values = torch.cat([every * 2.0**-e for e in range(20 if bits == 8 else 8)])
+    largest = (
+        every if bits == 8 else every[torch.randperm(len(every), generator=torch.Generator().manual_seed(0))[:128]]
+    )
+    rows = torch.where(values <= largest[:, None], values, -values / 2)
+    rows[:, -1] = largest
+    rows = rows[:, -8192:].to(dtype)
+    codes, scale = run(rows, False)
+    want = quantize_ref(rows, E4M3, PerRow())
+    assert torch.equal(scale, want.scale) and torch.equal(codes, want.codes)
+
+
+def test_the_largest_bfloat16():
+    """A scale whose reciprocal has no exact rest."""
+    x = torch.tensor([[3e38, -2.7e38, 1e36, -0.0, torch.inf, -torch.inf, torch.nan, -torch.nan]]).bfloat16()
+    codes, scale = run(x, False)
+    want = quantize_ref(x, E4M3, PerRow())
+    assert torch.equal(scale, want.scale) and torch.equal(codes, want.codes)
+
+
 @GROUPED
 def test_tiny_and_huge(grouped):
     """Times 2**-24 and 2**24 the same codes; below the smallest normal scale all stays finite."""

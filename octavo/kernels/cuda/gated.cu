@@ -17,6 +17,11 @@ DEVICE int column(int r) { return (r * THREADS + int(threadIdx.x)) * 8; }
 
 #if BACKWARD
 
+#if !defined(OCTAVO_HOST) && __CUDA_ARCH__ < 890  // converting in software leaves no registers for them
+#undef COLUMNS
+#define COLUMNS 0
+#endif
+
 KERNEL(THREADS, BLOCKS)
 NAME(const u16* dh, const u8* gate, const float* gate_scale, const u8* up, const float* up_scale, const float* columns,
      u16* dgate, u16* dup, u8* codes, float* scale, i64 M, int K, i64 pitch) {
@@ -177,20 +182,20 @@ NAME(const u16* gate, const u16* up, u8* codes, float* scale, u8* gate_codes, fl
         uint4 loaded[2][ROUNDS];
 #pragma unroll
         for (int r = 0; r < ROUNDS; ++r) loaded[0][r] = load(0, r), loaded[1][r] = load(1, r);
-        const auto at = [&](int which, int r) { return values(loaded[which][r]); };
+        const auto at = [&](int which, int r) { return loaded[which][r]; };
 #else
-        const auto at = [&](int which, int r) { return values(load(which, r)); };
+        const auto at = load;
 #endif
 #if KEEP
         Values kept[ROUNDS];
         const auto product_at = [&](int r) { return kept[r]; };
 #else
-        const auto product_at = [&](int r) { return product(at(0, r), at(1, r)); };
+        const auto product_at = [&](int r) { return product(values(at(0, r)), values(at(1, r))); };
 #endif
         float amax[3] = {0.0f, 0.0f, 0.0f};
 #pragma unroll (UNROLL ? ROUNDS : 1)
         for (int r = 0; r < ROUNDS; ++r) {
-            const Values g = at(0, r), u = at(1, r), h = product(g, u);
+            const Values g = values(at(0, r)), u = values(at(1, r)), h = product(g, u);
 #if KEEP
             kept[r] = h;
 #endif
@@ -206,11 +211,12 @@ NAME(const u16* gate, const u16* up, u8* codes, float* scale, u8* gate_codes, fl
                 float finite = 0.0f;
 #pragma unroll (UNROLL ? ROUNDS : 1)
                 for (int r = 0; r < ROUNDS; ++r)
-                    finite = larger(finite, finite_amax(i == 0 ? product_at(r) : at(i - 1, r)));
+                    finite = larger(finite, finite_amax(i == 0 ? product_at(r) : values(at(i - 1, r))));
                 return finite;
             });
         };
-        const Scale s = scale_from(0), gate_unit = scale_from(1), up_unit = scale_from(2);
+        const Scale s = scale_from(0);
+        const Reciprocal gate_unit = reciprocal_of(scale_from(1)), up_unit = reciprocal_of(scale_from(2));
         if (threadIdx.x == 0) scale[row] = s.value, gate_scale[row] = gate_unit.value, up_scale[row] = up_unit.value;
 #pragma unroll (UNROLL ? ROUNDS : 1)
         for (int r = 0; r < ROUNDS; ++r) {

@@ -30,8 +30,8 @@ NAME(const u16* dh, const u8* gate, const float* gate_scale, const u8* up, const
     if (!inside) return;
     *reinterpret_cast<uint4*>(dgate + at) = one;
     *reinterpret_cast<uint4*>(dup + at) = other;
-    store_codes(codes + row * pitch + k, values(one), of_gate);
-    store_codes(codes + row * pitch + K + k, values(other), of_up);
+    store_codes(codes + row * pitch + k, one, reciprocal_of(of_gate));
+    store_codes(codes + row * pitch + K + k, other, reciprocal_of(of_up));
     if (threadIdx.x % 16 == 0) scale[of] = of_gate.value, scale[K / 128 * M + of] = of_up.value;
 }
 
@@ -43,14 +43,14 @@ NAME(const u16* gate, const u16* up, u8* codes, float* scale, u8* gate_codes, fl
     const int blocks = (K / 8 + THREADS - 1) / THREADS, k = (int(blockIdx.x) % blocks * THREADS + int(threadIdx.x)) * 8;
     const i64 row = blockIdx.x / blocks, place = row * K + k;
     const bool inside = k < K;
-    const Values g = values(inside ? load_once(gate + place) : uint4{0, 0, 0, 0});
-    const Values u = values(inside ? load_once(up + place) : uint4{0, 0, 0, 0});
-    const Values h = product(g, u);
+    const uint4 one = inside ? load_once(gate + place) : uint4{0, 0, 0, 0};
+    const uint4 other = inside ? load_once(up + place) : uint4{0, 0, 0, 0};
+    const Values g = values(one), u = values(other), h = product(g, u);
     const Scale of_h = scale_of_group(h), of_gate = scale_of_group(g), of_up = scale_of_group(u);
     if (!inside) return;
     store_codes(codes + row * pitch + k, h, of_h);
-    store_codes(gate_codes + place, g, of_gate);
-    store_codes(up_codes + place, u, of_up);
+    store_codes(gate_codes + place, one, reciprocal_of(of_gate));
+    store_codes(up_codes + place, other, reciprocal_of(of_up));
     const i64 of = k / 128 * M + row;
     if (threadIdx.x % 16 == 0) scale[of] = of_h.value, gate_scale[of] = of_gate.value, up_scale[of] = of_up.value;
 }

@@ -34,7 +34,12 @@ NAME(const u16* x, const u16* second, const u16* third, const float* columns, u8
         }
         const Scale s = scale_of_group(v);
         unit[r] = s.value;
-        if (k < K) store_codes(codes + row * pitch + k, v, s);
+        if (k < K) {
+            if (NORM)
+                store_codes(codes + row * pitch + k, v, s);
+            else
+                store_codes(codes + row * pitch + k, loaded[r], reciprocal_of(s));
+        }
     }
     float norm = 1.0f;
 #if NORM

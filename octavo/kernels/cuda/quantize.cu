@@ -34,7 +34,12 @@ NAME(const u16* x, const float* columns, u8* codes, float* scale, i64 M, int K, 
         Values v = values(loaded[r]);
         if (FOLD) v = times(v, by);
         const Scale s = scale_of_group(v);
-        if (row < M && k < K) store_codes(codes + row * K + k, v, s);
+        if (row < M && k < K) {
+            if (FOLD)
+                store_codes(codes + row * K + k, v, s);
+            else
+                store_codes(codes + row * K + k, loaded[r], reciprocal_of(s));
+        }
         if (row < M && group < groups && lane == 0) scale[row * row_stride + group * group_stride] = s.value;
     }
 }
@@ -95,16 +100,16 @@ NAME(const u16* x, const u16* second, const u16* third, const float* columns, u8
         for (int r = 0; r < ROUNDS; ++r)
             loaded[r] = column(r) < K ? load_once(source(row, column(r))) : uint4{0, 0, 0, 0};
 #endif
-        const auto at = [&](int r) { return values(loaded[r]); };
+        const auto at = [&](int r) { return loaded[r]; };
 #else
         const auto at = [&](int r) {
-            return values(column(r) < K ? load_shared_by_all(source(row, column(r))) : uint4{0, 0, 0, 0});
+            return column(r) < K ? load_shared_by_all(source(row, column(r))) : uint4{0, 0, 0, 0};
         };
 #endif
         float amax = 0.0f, squares = 0.0f;
 #pragma unroll (IN_REGISTERS ? ROUNDS : 1)
         for (int r = 0; r < ROUNDS; ++r) {
-            const Values v = at(r);
+            const Values v = values(at(r));
             if (NORM) {
 #pragma unroll
                 for (int i = 0; i < 8; ++i) squares += v.at[i] * v.at[i];
@@ -117,12 +122,20 @@ NAME(const u16* x, const u16* second, const u16* third, const float* columns, u8
         const Scale s = scale_of_row(take_amax(amax_of_warp[turn % 2]), rare, [&] {
             float finite = 0.0f;
 #pragma unroll (IN_REGISTERS ? ROUNDS : 1)
-            for (int r = 0; r < ROUNDS; ++r) finite = larger(finite, finite_amax(folded(at(r), r)));
+            for (int r = 0; r < ROUNDS; ++r) finite = larger(finite, finite_amax(folded(values(at(r)), r)));
             return finite;
         });
+#if !FOLD
+        const Reciprocal by = reciprocal_of(s);
+#endif
 #pragma unroll (IN_REGISTERS ? ROUNDS : 1)
         for (int r = 0; r < ROUNDS; ++r)
-            if (column(r) < K) store_codes(codes + row * pitch + column(r), folded(at(r), r), s);
+            if (column(r) < K)
+#if FOLD
+                store_codes(codes + row * pitch + column(r), folded(values(at(r)), r), s);
+#else
+                store_codes(codes + row * pitch + column(r), at(r), by);
+#endif
         if (threadIdx.x < 32) {
             float norm = 1.0f;
             if (NORM) norm = 1.0f / sqrtf(take_sum(sum_of_warp[turn % 2]) / float(K) + epsilon);

@@ -80,14 +80,17 @@ struct Scale {
     float value, below, above;
 };
 
-// amax / 448 correctly rounded (all significands were tried), at least 2**-126, 1 for zeros. The reciprocal is off by
-// one unit in the last place at most, the factors by 2**-21 to either side.
+// The reciprocal is off by one unit in the last place at most, the factors by 2**-21 to either side.
+DEVICE Scale around(float scale) {
+    const float inverse = reciprocal_approximately(scale);
+    return {scale, inverse * (1.0f - 4.76837158203125e-7f), inverse * -(1.0f + 4.76837158203125e-7f)};
+}
+
+// amax / 448 correctly rounded (all significands were tried), at least 2**-126, 1 for zeros.
 DEVICE Scale scale_of(float amax) {
     const float inverse_448 = 1.0f / 448.0f, quotient = amax * inverse_448;
     const float corrected = fmaf(fmaf(-quotient, 448.0f, amax), inverse_448, quotient);
-    const float scale = amax > 0.0f ? larger(float_of_bits(0x00800000u), corrected) : 1.0f;
-    const float inverse = reciprocal_approximately(scale);
-    return {scale, inverse * (1.0f - 4.76837158203125e-7f), inverse * -(1.0f + 4.76837158203125e-7f)};
+    return around(amax > 0.0f ? larger(float_of_bits(0x00800000u), corrected) : 1.0f);
 }
 
 // Codes of v / scale, correctly rounded quotients, without a division: rounding is monotonic, so where the products with
@@ -113,6 +116,38 @@ DEVICE void store_codes(u8* to, const Values& v, const Scale& scale) {
         }
     }
     *reinterpret_cast<uint2*>(to) = uint2{codes[0], codes[1]};
+}
+
+// A scale that is amax / 448 of 16-bit values, and its reciprocal in two parts: 1 / value = inverse + rest, to 2**-46, rest
+// above 0, so that no sign is lost.
+struct Reciprocal {
+    float value, inverse, rest;
+};
+
+DEVICE Reciprocal reciprocal_of(const Scale& scale) {
+    const float s = scale.value, first = reciprocal_approximately(s);
+    float inverse = fmaf(fmaf(-first, s, 1.0f), first, first);
+    if (fmaf(-inverse, s, 1.0f) <= 0.0f) inverse = float_of_bits(bits_of_float(inverse) - 1);
+    const float remainder = fmaf(-inverse, s, 1.0f), rest = remainder * inverse;
+    return {s, inverse, fmaf(rest, remainder, rest)};
+}
+
+// Codes of 16-bit values by the scale of the largest of them. These have so few significant bits that quotients often
+// lie on the edge of a code, and so few that x * inverse + x * rest never is on the wrong side of one: tried for all
+// significands of values and largest values (tests/kernels/test_quantize.py).
+DEVICE void store_codes(u8* to, const uint4& loaded, const Reciprocal& by) {
+    const Values v = values(loaded);
+    if (X_BF16 && by.value > float_of_bits(0x71800000u)) {  // 2**100: rest would be subnormal
+        store_codes(to, v, around(by.value));
+        return;
+    }
+    float q[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) q[i] = fmaf(v.at[i], by.inverse, v.at[i] * by.rest);
+    const u32 signs[2] = {permute(loaded.x, loaded.y, 0x7531), permute(loaded.z, loaded.w, 0x7531)};  // NaN keeps its own
+    const u32 low = e4m3_of_floats(q[0], q[1], q[2], q[3]), high = e4m3_of_floats(q[4], q[5], q[6], q[7]);
+    *reinterpret_cast<uint2*>(to) = uint2{(low & 0x7F7F7F7Fu) | (signs[0] & 0x80808080u),
+                                          (high & 0x7F7F7F7Fu) | (signs[1] & 0x80808080u)};
 }
 
 DEVICE float amax_of_lanes(float amax, int lanes) {
