@@ -60,7 +60,7 @@ def exact(q, kv, scaling, first, last, mask=None):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("head, tokens, group", [(32, 1, 1), (32, 300, 8), (64, 17, 3), (96, 40, 2), (128, 130, 9)])
+@pytest.mark.parametrize("head, tokens, group", [(32, 1, 1), (32, 300, 8), (64, 17, 3), (128, 130, 9)])
 def test_attention(kernels, kind, head, tokens, group):
     """One token and many, one split and several, odd groups, more query heads than a block takes."""
     kv = filled(kernels, kind, 2, 2, tokens, head)
@@ -72,19 +72,19 @@ def test_attention(kernels, kind, head, tokens, group):
     assert_sqnr(attention.attend(q, kv, head**-0.5, tokens), found, FLOOR_DB[torch.bfloat16] - 3)
 
 
-@pytest.mark.parametrize("kind", KINDS[:2])
-def test_wide_heads(kernels, kind):
-    kv, q = filled(kernels, kind, 1, 1, 70, 256), values(1, 4, 256, seed=3)
+@pytest.mark.parametrize("kind, head", [("layer", 256), ("token-head", 96)])
+def test_other_heads(kernels, kind, head):
+    kv, q = filled(kernels, kind, 1, 1, 70, head), values(1, 4, head, seed=3)
     kernels(True)
     assert_sqnr(attention.attend(q, kv, 0.06, 70), exact(q, kv, 0.06, 0, 70), FLOOR_DB[torch.bfloat16])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["layer", "16 bit"])
 def test_fp16(kernels, kind):
     kv, q = filled(kernels, kind, 1, 2, 200, 64, torch.float16), values(1, 8, 64, dtype=torch.float16, seed=3)
     kernels(True)
-    floor = FLOOR_DB[torch.bfloat16 if kind == "token-head" else torch.float16]
-    assert_sqnr(attention.attend(q, kv, 0.125, 200), exact(q, kv, 0.125, 0, 200), floor)
+    found = attention.attend(q, kv, 0.125, 200)
+    assert_sqnr(found, exact(q, kv, 0.125, 0, 200), FLOOR_DB[torch.float16])
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def on_cpu(monkeypatch):
     for measure in (decode, kv, w8a16):
         monkeypatch.setattr(measure, "graph_milliseconds", lambda calls, rounds: float([c() for c in calls] != []))
     monkeypatch.setattr(decode, "milliseconds", lambda call, rounds: float(call() is None))
-    monkeypatch.setattr(decode, "NEW", 12)
+    monkeypatch.setattr(decode, "NEW", 8)
     for measure in (kv, w8a16):
         monkeypatch.setattr(measure, "FLUSH_BYTES", 1)
     for name in ("synchronize", "reset_peak_memory_stats", "empty_cache"):
@@ -74,14 +74,15 @@ def test_w8a16(on_cpu, monkeypatch):
 
 
 def test_decode(on_cpu, monkeypatch):
-    rows = list(decode.rows(TINY_LLAMA, "cpu", batches=(1, 2), prompts=(4,)))
+    some = [name for name in decode.VARIANTS if name != "graph bf16, kv fp8" and "tensor" not in name]
+    rows = list(decode.rows(TINY_LLAMA, "cpu", some, (2,), (4,)))
     measured = [row for row in rows if "tokens_s" in row]
-    assert [row["what"] for row in measured] == [name for name in decode.VARIANTS for _ in range(2)]
+    assert [row["what"] for row in measured] == some
     assert all((row["db"] or 99) > 22 for row in measured)
     parts = [row for row in rows if row["what"].startswith("parts of")]
-    assert len(parts) == 5 and parts[0]["sum"] > 0
+    assert len(parts) == 3 and parts[0]["sum"] > 0
     fit = {row["what"].partition(", ")[2]: row["tokens"] for row in rows if row["what"].startswith("tokens in")}
-    assert fit["graph fp8, kv fp8 tensor"] > 1.9 * fit["graph bf16, kv bf16"] > 0
+    assert fit["graph fp8, kv fp8"] > 1.5 * fit["graph bf16, kv bf16"] > 0
     monkeypatch.setitem(decode.FLOOR_DB, "token-head", 200.0)
     with pytest.raises(OctavoError, match="gate of decode"):
         next(decode.rows(TINY_LLAMA, "cpu", ["graph bf16, kv fp8"], (1,)))
@@ -93,9 +94,9 @@ def test_report(on_cpu, monkeypatch, capsys):
     monkeypatch.setattr(workflow, "_device", lambda: "cpu")
     monkeypatch.setattr(workflow.kv, "check", lambda device: {"tensor": 51.0})
     monkeypatch.setattr(workflow.w8a16, "SHAPES", ((48, 64),))
+    for measure in (workflow.kv, workflow.decode):
+        monkeypatch.setattr(measure, "rows", lambda *sizes: iter([{"what": "tensor", "db": 50.0, "us": 1.0}]))
     for name in ("decode", "kv", "w8a16"):
-        if name == "kv":
-            monkeypatch.setattr(workflow.kv, "rows", lambda *sizes: iter([{"what": "tensor", "us": 1.0}]))
         assert run(["bench", name, "--quick", "--json"]) == 0
         report = json.loads(capsys.readouterr().out.splitlines()[-1])
         assert report["rows"] and report["checked"] and report["machine"]["device"] == "h200 (sm90)"
