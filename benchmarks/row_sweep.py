@@ -95,7 +95,8 @@ def gated(m: int) -> Case:
 def gated_backward(m: int) -> Case:
     dh, columns = rows(m, INNER), torch.rand(2 * INNER, device="cuda")
     _, gate, up = fused.gated(rows(m, INNER, 1), rows(m, INNER, 2), "silu")
-    blocks = [RowBlock(448, 4, 3, 1, UNROLL + COLUMNS), RowBlock(320, 6, 2, 1, UNROLL + COLUMNS)]
+    blocks = [RowBlock(448, 4, 2, 1, (*UNROLL, *COLUMNS, "DECODE"))]
+    blocks += [RowBlock(448, 4, 3, 1, UNROLL + COLUMNS), RowBlock(320, 6, 2, 1, UNROLL + COLUMNS)]
     blocks += [RowBlock(384, 5, 2, 1, UNROLL + COLUMNS), RowBlock(384, 5, 1, 4)]
 
     def compute(at: slice) -> tuple[torch.Tensor, ...]:
