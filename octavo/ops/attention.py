@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 
 from octavo.base.hardware import HardwareCaps, caps_of
-from octavo.base.packages import pip_line, version_of
 from octavo.formats.granularity import PerRow, PerTensor
 from octavo.formats.recipe import Rule
 from octavo.formats.scaled import ScaledTensor
@@ -27,6 +26,7 @@ from octavo.kernels.splits import (
     attention_block,
     most_splits,
 )
+from octavo.ops.backends import Problem, refuse_kernels
 from octavo.ops.quantize import dequantize, quantize
 
 STORE_THREADS = 128
@@ -94,16 +94,10 @@ def why_not(head: int, device: torch.device, dtype: torch.dtype, kind: int = LAY
 
 def refused(head: int, dtype: torch.dtype, kind: int, caps: HardwareCaps) -> str | None:
     """`why_not`, for a device that need not be here."""
-    reasons = []
-    if caps.sm < (8, 0):
-        reasons.append(f"needs a CUDA device of sm80 or later, this is {caps.tag}")
-    elif missing := [name for name in ("cuda-core", "cuda-bindings") if version_of(name) is None]:
-        reasons.append(f"compiles with {' and '.join(missing)}, which is not installed: {pip_line('gpu')}")
+    reasons = refuse_kernels(Problem("attention", "cuda" if caps.is_cuda else "cpu", dtype), caps, (8, 0))
     widest = WIDEST_16_BIT if kind == SIXTEEN_BIT else WIDEST_HEAD
     if head % 32 or head > widest:
         reasons.append(f"heads of a multiple of 32 values, {widest} at most, not {head}")
-    if dtype not in (torch.float16, torch.bfloat16):
-        reasons.append(f"16-bit queries, these are {dtype}")
     return "; ".join(reasons) or None
 
 

@@ -227,7 +227,7 @@ def _refuse_dequant(problem: Problem, caps: HardwareCaps) -> str | None:
 
 
 def _refuse_w8a16(problem: Problem, caps: HardwareCaps) -> str | None:
-    reasons = _refuse_kernels(problem, caps, (8, 0))
+    reasons = refuse_kernels(problem, caps, (8, 0))
     if problem.op not in ("linear", "linear_dx", "dequantize"):
         reasons.append(f"multiplies and decodes weights, asked for {problem.op}")
     if problem.activation != "none":
@@ -241,7 +241,7 @@ def _refuse_w8a16(problem: Problem, caps: HardwareCaps) -> str | None:
 
 
 def _refuse_native(problem: Problem, caps: HardwareCaps) -> str | None:
-    reasons = _refuse_kernels(problem, caps, (8, 9))
+    reasons = refuse_kernels(problem, caps, (8, 9))
     block = problem.tile == (128, 128)
     if problem.op == "quantize":
         if problem.tile not in ((0, 0), (1, 0), (1, 128)) or problem.spec != "e4m3":
@@ -270,7 +270,7 @@ def _refuse_native(problem: Problem, caps: HardwareCaps) -> str | None:
     return "; ".join(reasons) or None
 
 
-def _refuse_kernels(problem: Problem, caps: HardwareCaps, least: tuple[int, int]) -> list[str]:
+def refuse_kernels(problem: Problem, caps: HardwareCaps, least: tuple[int, int]) -> list[str]:
     """What every backend of our own CUDA kernels needs."""
     reasons = []
     if problem.device != "cuda" or caps.sm < least:

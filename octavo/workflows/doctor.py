@@ -17,6 +17,7 @@ from octavo.base.hardware import HardwareCaps, caps_named, caps_of
 from octavo.base.packages import extras, pip_line, version_of
 from octavo.base.report import Config, Report
 from octavo.formats.granularity import PerBlock
+from octavo.ops.attention import LAYER, refused
 from octavo.ops.backends import BACKENDS, Problem, choose
 
 CORE_PACKAGES = ("torch", "transformers", "compressed-tensors", "safetensors", "numpy", "pydantic", "typer", "rich")
@@ -131,7 +132,17 @@ def _backends(target: HardwareCaps) -> list[BackendLine]:
             chosen = name == choice.backend
             line = BackendLine(op=problem.op, name=name, problem=text, chosen=chosen, reason=reason)
             lines.append(line.model_copy(update={"kernel": choice.kernel}) if chosen else line)
-    return lines
+    return lines + _attention(target)
+
+
+def _attention(target: HardwareCaps) -> list[BackendLine]:
+    """What reads an FP8 cache for a new token: a kernel, or torch after the cache was decoded."""
+    reason = refused(128, torch.bfloat16, LAYER, target)
+    call = {"op": "attention", "problem": "attention bfloat16, one token to an FP8 cache, heads of 128"}
+    return [
+        BackendLine(**call, name="codes", chosen=reason is None, reason=reason),
+        BackendLine(**call, name="decoded", chosen=reason is not None, reason=None),
+    ]
 
 
 def _extras() -> list[Extra]:

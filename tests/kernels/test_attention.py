@@ -219,7 +219,7 @@ def test_splits_fill_the_gpu():
         (128, torch.bfloat16, attention.LAYER, "sm75", "sm80 or later"),
         (80, torch.bfloat16, attention.LAYER, "h100", "multiple of 32"),
         (256, torch.bfloat16, attention.SIXTEEN_BIT, "h100", "128 at most"),
-        (128, torch.float32, attention.TOKEN_HEAD, "rtx3090", "16-bit queries"),
+        (128, torch.float32, attention.TOKEN_HEAD, "rtx3090", "16-bit inputs"),
     ],
 )
 def test_reasons(head, dtype, kind, gpu, word):
