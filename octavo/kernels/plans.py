@@ -94,8 +94,11 @@ class Ring:
         return 32 * self.warps_n * self.warps_k
 
     def dynamic_bytes(self, m: int, k: int) -> int:
-        """The rings, two sets of partial sums, a factor and exponents per token, and x, its rows padded by 16 bytes."""
-        warps = self.warps_n * self.warps_k
+        """The rings, two sets of partial sums, a factor and exponents per token, and x, its rows padded by 16 bytes.
+
+        For a power of two of tokens: each size is a kernel of its own to load.
+        """
+        warps, m = self.warps_n * self.warps_k, 1 << (m - 1).bit_length()
         ring = warps * self.depth * self.tiles_n * 2048
         sums = 2 * self.warps_k * self.tokens * (self.rows + 4) * 4
         return ring + sums + self.tokens * (1 + warps) * 4 + self.staged * m * (-(-k // 128) * 128 + 8) * 2
