@@ -182,6 +182,18 @@ def in_groups(x):
     return x + (dequantize_ref(quantize_ref(flat, E4M3, PerGroup(128))).reshape(x.shape).double() - x).detach()
 
 
+@pytest.mark.parametrize("granularity", [PerRow(), PerBlock(128, 128)], ids=str)
+def test_adapters_on_some_of_a_group(granularity):
+    """Of different ranks; the one without takes the codes without the columns of the others."""
+    ranks = (4, 0, 9)
+    projections = [projection(128, 256, i, rank, granularity=granularity) for i, rank in enumerate(ranks)]
+    x = inputs(256).requires_grad_()
+    wide = x.detach().double().requires_grad_()
+    seen = (rounded if granularity == PerRow() else in_groups)(wide)
+    parameters = [part for p in projections for part in p.adapter if part is not None]
+    compare(project(x, projections), [oracle(p, seen) for p in projections], x, wide, parameters)
+
+
 @pytest.mark.parametrize("rank", [0, 4, 60])
 def test_projections_per_block(rank):
     k, block = 256, PerBlock(128, 128)
