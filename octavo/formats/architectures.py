@@ -83,20 +83,21 @@ class DecoderLayer:
     """How a decoder layer is written in Transformers where q_proj, k_proj and v_proj read what input_layernorm gives.
 
     mlp_norm: its output goes to gate_proj and up_proj, or to the router and experts of a sparse layer. norm_offset:
-    what the norms add to their weights.
+    what the norms add to their weights. plain: the layer is x + attention(norm(x)), then x + mlp(norm(x)), and no more.
     """
 
     mlp_norm: str = "post_attention_layernorm"
     norm_offset: float = 0.0
+    plain: bool = False
 
 
 # By the model_type of the text model; what follows the norms otherwise (multipliers, norms behind attention and MLP,
 # norms of q and k, biases, sparse MLPs) stays as it is. Source: the modeling files of Transformers 5.24.
-_PLAIN, _SANDWICH = DecoderLayer(), DecoderLayer("pre_feedforward_layernorm", 1.0)
+_PLAIN, _SANDWICH = DecoderLayer(plain=True), DecoderLayer("pre_feedforward_layernorm", 1.0)
 FUSED_DECODERS = {
-    **dict.fromkeys(("llama", "mistral", "ministral", "qwen2", "qwen3", "smollm3", "granite"), _PLAIN),
-    **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe"), _PLAIN),
-    "gemma": DecoderLayer(norm_offset=1.0),
+    **dict.fromkeys(("llama", "mistral", "ministral", "qwen2", "qwen3", "smollm3"), _PLAIN),
+    **dict.fromkeys(("granite", "mixtral", "qwen2_moe", "qwen3_moe"), DecoderLayer()),
+    "gemma": DecoderLayer(norm_offset=1.0, plain=True),
     **dict.fromkeys(("gemma2", "gemma3_text"), _SANDWICH),
 }
 # GPT-2's Conv1D stores its matrices as [in, out]: neither a row nor a block of such a file is what engines multiply.

@@ -56,6 +56,8 @@ def fuse(model: nn.Module) -> int:
         groups.append(_Group(None, [attention.o_proj]))
         if activation and mlp is not None and all(hasattr(mlp, name) for name in GATED):
             groups.append(_Mlp(getattr(layer, written.mlp_norm), mlp, activation, written.norm_offset))
+        if written.plain and isinstance(groups[-1], _Mlp):
+            layer.forward = _PlainLayer(layer, cast(_Group, groups[0]), groups[-1])
         layer.__dict__[FUSED] = groups
         count += 1
     return count
@@ -73,6 +75,8 @@ class _Group:
         self.plain: list[Callable[..., torch.Tensor]] = [layer.forward for layer in layers]
         self.seen = _Seen()
         self.outputs: dict[int, torch.Tensor] = {}
+        self.pass_on = False
+        self.passed_on: torch.Tensor | None = None
         if norm is not None:
             self.skipped = _SkippedNorm(norm, self.layers)
         for index, layer in enumerate(layers):
@@ -85,7 +89,9 @@ class _Group:
                 return self.plain[index](self.skipped.applied(x) if self.norm else x, *args, **options)
             self.seen.set(x)
             norm = norm_of(self.norm, self.norm_offset)
-            self.outputs = dict(enumerate(project(x, found, norm, x_stays=norm is None)))
+            outputs = project(x, found, norm, x_stays=norm is None, pass_on=self.pass_on)
+            self.outputs = dict(enumerate(outputs[: len(found)]))
+            self.passed_on = outputs[-1] if self.pass_on else None
         return self.outputs.pop(index)
 
 
@@ -106,6 +112,7 @@ class _Mlp:
         self.norm, self.norm_offset, self.activation, self.plain = norm, norm_offset, activation, mlp.forward
         self.layers = [cast(nn.Module, getattr(mlp, name)) for name in GATED]
         self.skipped = _SkippedNorm(norm, self.layers)
+        self.residual = False
         mlp.forward = self.forward
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -113,7 +120,46 @@ class _Mlp:
         if found is None:
             return cast(torch.Tensor, self.plain(self.skipped.applied(x)))
         gate, up, down = found
-        return gated_mlp(x, gate, up, down, self.activation, norm_of(self.norm, self.norm_offset))
+        norm, residual, self.residual = norm_of(self.norm, self.norm_offset), self.residual, False
+        return gated_mlp(x, gate, up, down, self.activation, norm, residual=residual)
+
+
+class _PlainLayer:
+    """A decoder layer of two residuals in training: their gradients are added inside of the blocks' own, the same bits.
+
+    Otherwise, and where a block is not fused, the layer runs as Transformers wrote it; so it does under checkpointing,
+    which Transformers may do in that very method.
+    """
+
+    def __init__(self, layer: nn.Module, attention: _Group, mlp: _Mlp) -> None:
+        self.layer, self.attention, self.mlp, self.plain = layer, attention, mlp, layer.forward
+
+    def __call__(self, hidden_states: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        layer: Any = self.layer
+        training = layer.training and torch.is_grad_enabled() and not getattr(layer, "gradient_checkpointing", False)
+        if args or not training or self._apart(hidden_states):
+            return cast(torch.Tensor, self.plain(hidden_states, *args, **options))
+        self.attention.pass_on, self.attention.passed_on = True, None
+        try:
+            attended = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **options)[0]
+            x = self.attention.passed_on
+        finally:
+            self.attention.pass_on, self.attention.passed_on = False, None
+        x = (hidden_states if x is None else x) + attended
+        normed = layer.post_attention_layernorm(x)
+        self.mlp.residual = normed is x  # passed on: the block will take it
+        try:
+            y = layer.mlp(normed)
+            added = normed is x and not self.mlp.residual
+        finally:
+            self.mlp.residual = False
+        return cast(torch.Tensor, y if added else x + y)
+
+    def _apart(self, x: torch.Tensor) -> bool:
+        """Whether something looks at a block's own result, or a block is not fused."""
+        if _hooked(cast(Any, self.layer).mlp) or _hooked(cast(Any, self.layer).self_attn):
+            return True
+        return any(projections_of(group.layers, x, group.norm) is None for group in (self.attention, self.mlp))
 
 
 class _SkippedNorm:

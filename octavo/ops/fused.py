@@ -52,7 +52,7 @@ def norm_backward(
     rstd: torch.Tensor,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The gradient of x * rstd(x) * weight with respect to x, plus residual. weight [K] float32, not trained.
+    """The gradient of x * rstd(x) * weight with respect to x; residual is added to that. weight [K] float32, frozen.
 
     x: itself, or the product per token as `quantize_tokens` makes it (docs/numerics.md says what that costs).
     """
@@ -64,7 +64,7 @@ def norm_backward(
         else:
             xhat = x.float() * norm
         dx = norm * (t - xhat * (t * xhat).mean(1, keepdim=True))
-        return (dx if residual is None else dx + residual.float()).to(dy.dtype)
+        return dx.to(dy.dtype) if residual is None else dx.to(dy.dtype) + residual
     dx = torch.empty_like(dy)
     coded = isinstance(x, ScaledTensor)
     source, scale = (x.codes, x.scale) if isinstance(x, ScaledTensor) else (x, None)

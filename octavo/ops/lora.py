@@ -55,24 +55,42 @@ class Norm:
 
 
 def project(
-    x: torch.Tensor, projections: Sequence[Projection], norm: Norm | None = None, *, x_stays: bool = False
+    x: torch.Tensor,
+    projections: Sequence[Projection],
+    norm: Norm | None = None,
+    *,
+    x_stays: bool = False,
+    pass_on: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """The outputs [..., N_i] of projections that read the same x, or norm(x). Up to three; dtype of x, 16 bit.
 
     Gradients go to x, A and B; never to W, bias or the norm. x_stays: whoever made x keeps it (attention its output),
-    so it is quantized again in the backward pass instead of keeping codes as well.
+    so it is quantized again in the backward pass instead of keeping codes as well. pass_on: x is the last output, whose
+    gradient is added where the others' meet: for a residual.
     """
     adapters = [part for projection in projections for part in projection.adapter]
-    outputs: tuple[torch.Tensor, ...] = _Project.apply(x, norm, tuple(projections), x_stays, *adapters)  # type: ignore[no-untyped-call]
+    settings = norm, tuple(projections), x_stays, pass_on
+    outputs: tuple[torch.Tensor, ...] = _Project.apply(x, *settings, *adapters)  # type: ignore[no-untyped-call]
     return outputs
 
 
 def gated_mlp(
-    x: torch.Tensor, gate: Projection, up: Projection, down: Projection, activation: str, norm: Norm | None = None
+    x: torch.Tensor,
+    gate: Projection,
+    up: Projection,
+    down: Projection,
+    activation: str,
+    norm: Norm | None = None,
+    *,
+    residual: bool = False,
 ) -> torch.Tensor:
-    """down(act(gate(x)) * up(x)) with x or norm(x) -> [..., K]. gate(x) and up(x) are kept as codes per token."""
+    """down(act(gate(x)) * up(x)) with x or norm(x) -> [..., K], plus x where it is a residual.
+
+    gate(x) and up(x) are kept as codes per token.
+    """
     adapters = [part for projection in (gate, up, down) for part in projection.adapter]
-    y: torch.Tensor = _GatedMlp.apply(x, norm, gate, up, down, activation, *adapters)  # type: ignore[no-untyped-call]
+    settings = norm, (gate, up, down), activation, residual
+    y: torch.Tensor = _GatedMlp.apply(x, *settings, *adapters)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -84,6 +102,7 @@ class _Project(torch.autograd.Function):
         norm: Norm | None,
         projections: tuple[Projection, ...],
         x_stays: bool,
+        pass_on: bool,
         *adapters: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         flat = _matrix(x)
@@ -93,21 +112,23 @@ class _Project(torch.autograd.Function):
         kept = (None, None) if x_stays else (q.codes, q.scale)
         x_kept = flat if x_stays or _needs_x(norm, projections) else None
         ctx.save_for_backward(x_kept, rstd, *kept, low, *adapters)
-        return tuple(y.reshape(*x.shape[:-1], y.shape[1]) for y in outputs)
+        results = tuple(y.reshape(*x.shape[:-1], y.shape[1]) for y in outputs)
+        return (*results, x.view_as(x)) if pass_on else results
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         x, rstd, codes, scale, low, *adapters = ctx.saved_tensors
         projections = _with_adapters(ctx.projections, adapters)
         flat = [_matrix(grad) for grad in grads]
+        residual = flat.pop() if len(flat) > len(projections) else None
         if codes is None:
             q = _quantize_input(x, ctx.norm, projections, 0)[0]
         else:
             q = _quantized(codes, scale, projections)
         steps = _Backward(projections, flat, q, low, ctx.dtype)
         dx = steps.input_gradient() if ctx.needs_input_grad[0] else None
-        dx = _through_norm(dx, x, q, ctx.norm, rstd, ctx.shape)
-        return dx, None, None, None, *steps.adapter_gradients(ctx.needs_input_grad[4:])
+        dx = _through_norm(dx, x, q, ctx.norm, rstd, ctx.shape, residual)
+        return dx, None, None, None, None, *steps.adapter_gradients(ctx.needs_input_grad[5:])
 
 
 class _GatedMlp(torch.autograd.Function):
@@ -116,20 +137,21 @@ class _GatedMlp(torch.autograd.Function):
         ctx: Any,
         x: torch.Tensor,
         norm: Norm | None,
-        gate: Projection,
-        up: Projection,
-        down: Projection,
+        projections: tuple[Projection, Projection, Projection],
         activation: str,
+        residual: bool,
         *adapters: torch.Tensor,
     ) -> torch.Tensor:
-        flat = _matrix(x)
+        flat, (gate, up, down) = _matrix(x), projections
         q, rstd = _quantize_input(flat, norm, (gate, up), _room(flat.shape[1], (gate, up)))
         (gated, upper), low = _outputs(q, (gate, up), x.dtype)
         h, *kept = _steps((gate,)).gated(gated, upper, activation, spare=_room(gated.shape[1], (down,)))
         del gated, upper
         (y,), low_down = _outputs(h, (down,), x.dtype)
-        ctx.norm, ctx.projections, ctx.activation = norm, (gate, up, down), activation
-        ctx.shape, ctx.dtype = x.shape, x.dtype
+        if residual:
+            y += flat
+        ctx.norm, ctx.projections, ctx.activation = norm, projections, activation
+        ctx.shape, ctx.dtype, ctx.residual = x.shape, x.dtype, residual
         quantized = [part for value in (q, h, *kept) for part in (value.codes, value.scale)]
         ctx.save_for_backward(flat if _needs_x(norm, (gate,)) else None, rstd, *quantized, low, low_down, *adapters)
         return y.reshape(*x.shape[:-1], y.shape[1])
@@ -140,9 +162,9 @@ class _GatedMlp(torch.autograd.Function):
         q, h, gate, up = (_quantized(rest[i], rest[i + 1], ctx.projections) for i in (0, 2, 4, 6))
         low, low_down, *adapters = rest[8:]
         *inner, down = _with_adapters(ctx.projections, adapters)
-        needs = ctx.needs_input_grad[6:]
+        needs, dy = ctx.needs_input_grad[5:], _matrix(grad)
         # What is as wide as the MLP lives as briefly as it can: this is where memory peaks.
-        last = _Backward([down], [_matrix(grad)], h, low_down, ctx.dtype)
+        last = _Backward([down], [dy], h, low_down, ctx.dtype)
         of_down = last.adapter_gradients(needs[4:])
         dh, columns, room = last.input_gradient(), _row_scales(inner), _room(2 * h.shape[1], inner)
         backward = _steps(inner).gated_backward
@@ -150,8 +172,8 @@ class _GatedMlp(torch.autograd.Function):
         first = _Backward(inner, [dgate, dup], q, low, ctx.dtype, quantized)
         del dh, dgate, dup, quantized
         dx = first.input_gradient() if ctx.needs_input_grad[0] else None
-        dx = _through_norm(dx, x, q, ctx.norm, rstd, ctx.shape)
-        return (dx, *[None] * 5, *first.adapter_gradients(needs[:4]), *of_down)
+        dx = _through_norm(dx, x, q, ctx.norm, rstd, ctx.shape, dy if ctx.residual else None)
+        return (dx, *[None] * 4, *first.adapter_gradients(needs[:4]), *of_down)
 
 
 class _Backward:
@@ -313,12 +335,15 @@ def _through_norm(
     norm: Norm | None,
     rstd: torch.Tensor,
     shape: torch.Size,
+    residual: torch.Tensor | None,
 ) -> torch.Tensor | None:
-    """x: kept, or None; q: norm(x) quantized."""
+    """x: kept, or None; q: norm(x) quantized. residual: a gradient to add."""
     if dx is None:
         return None
     if norm is not None:
-        dx = fused.norm_backward(dx, q if x is None else x, norm.weight.float(), rstd)
+        dx = fused.norm_backward(dx, q if x is None else x, norm.weight.float(), rstd, residual)
+    elif residual is not None:
+        dx += residual
     return dx.reshape(shape)
 
 

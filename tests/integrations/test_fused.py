@@ -321,3 +321,32 @@ def test_weights_per_block(everywhere, plain, monkeypatch):
     assert sqnr_db(found.logits.detach(), want) > 20
     model(input_ids=tokens()[:1])
     assert len(everywhere) == 6, "nine tokens"
+
+
+def test_residuals_inside_the_blocks(everywhere, monkeypatch):
+    """In training the layers hand their input on: the same bits as layers that do not."""
+    model, passed, run = build().train(), [], fused.gated_mlp
+
+    def record(*args, residual=False, **options):
+        passed.append(residual)
+        return run(*args, residual=residual, **options)
+
+    monkeypatch.setattr(fused, "gated_mlp", record)
+    found, grads = step(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(fused._PlainLayer, "__call__", lambda self, x, *args, **options: self.plain(x, *args, **options))
+        want, want_grads = step(model)
+    model.eval()
+    step(model)
+    assert passed == [True, True, False, False, False, False]
+    assert torch.equal(found, want) and all(torch.equal(grads[name], want_grads[name]) for name in want_grads)
+
+
+def test_a_hook_on_a_block_sees_its_own_result(everywhere):
+    model, seen = build().train(), []
+    mlp = model.base_model.model.model.layers[0].mlp
+    handle = mlp.register_forward_hook(lambda module, args, out: seen.append((args[0], out)))
+    want, _ = step(model)
+    assert len(seen) == 1 and sqnr_db(seen[0][1], seen[0][0]) < 3, "not with the residual in it"
+    handle.remove()
+    assert torch.equal(step(model)[0], want)

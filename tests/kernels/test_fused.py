@@ -59,16 +59,17 @@ def test_parts_are_one_row(both, widths):
 @pytest.mark.parametrize("with_residual", [False, True])
 @pytest.mark.parametrize("k", [64, 2056])
 def test_norm_backward(both, k, with_residual):
+    floor = FLOOR_DB["rounding", "bfloat16"] - (4 if with_residual else 1)  # rounded before it is added, and after
     x, dy, residual = values(5, k), values(5, k, 1), values(5, k, 2) if with_residual else None
     weight = torch.randn(k, generator=torch.Generator().manual_seed(3))
     rstd = torch.rsqrt(x.float().square().mean(1) + 1e-6)
     found, want = both(fused.norm_backward, dy, x, weight, rstd, residual)
-    assert_sqnr(found, want, FLOOR_DB["rounding", "bfloat16"] - 1)
+    assert_sqnr(found, want, floor)
     wide = x.double().requires_grad_()
     torch.nn.functional.rms_norm(wide, (k,), weight.double(), 1e-6).backward(dy.double())
     exact = wide.grad if residual is None else wide.grad + residual.double()
     rows = [0, 2, 3, 4]  # the gradient at a row of zeros is dY / sqrt(epsilon): it would be all that is compared
-    assert_sqnr(found[rows], exact[rows], FLOOR_DB["rounding", "bfloat16"] - 1)  # 64 values a row: the mean is rough
+    assert_sqnr(found[rows], exact[rows], floor)  # 64 values a row: the mean is rough
 
 
 @pytest.mark.parametrize("k", [64, 2056])

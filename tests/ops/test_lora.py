@@ -146,6 +146,23 @@ def test_quantized_again_is_the_same():
     assert all(torch.equal(again, kept) for again, kept in zip(gradients(True), gradients(False), strict=True))
 
 
+def test_residuals_are_those_of_autograd():
+    """x + block(x) in one function, or with x handed on: the bits of two additions."""
+    gate, up, down, other = projection(96, 64, 0), projection(96, 64, 1), projection(64, 96, 2), projection(64, 64, 3)
+    parts = [part for p in (gate, up, down, other) for part in p.adapter]
+    grad = torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(7)).bfloat16()
+    for norm in (Norm(torch.rand(64, generator=torch.Generator().manual_seed(5)), 1e-5), None):
+        x = inputs(64).requires_grad_()
+        y, same = project(x, [other], norm, pass_on=True)
+        together = gated_mlp(same + y, gate, up, down, "silu", norm, residual=True)
+        found = torch.autograd.grad(together, [x, *parts], grad)
+        middle = x + project(x, [other], norm)[0]
+        apart = middle + gated_mlp(middle, gate, up, down, "silu", norm)
+        assert torch.equal(together, apart)
+        for mine, theirs in zip(found, torch.autograd.grad(apart, [x, *parts], grad), strict=True):
+            assert torch.equal(mine, theirs)
+
+
 @pytest.mark.parametrize("power", [-24, 24])
 def test_gradients_scale_with_the_loss(power):
     """2**24 times the loss: 2**24 times the gradients, bit for bit."""

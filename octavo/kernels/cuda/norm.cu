@@ -2,7 +2,8 @@
 //
 // xhat = x * rstd comes from x, or with CODES from what the products read instead of xhat * weight: codes and scales per
 // token. Then t * xhat is dY times what they say, and xhat is that by the weight, zero where the weight is zero.
-// dY, x, residual and dX 16 bit [M, K], contiguous; codes `pitch` bytes a row apart; residual may be absent. One block a
+// dY, x, residual and dX 16 bit [M, K], contiguous; codes `pitch` bytes a row apart; residual may be absent, and is added to what is rounded
+// already: the bits of two steps. One block a
 // token; a thread holds 8 values for each of ROUNDS rounds. Compiled per variant with: NAME, X_BF16, CODES, THREADS,
 // ROUNDS. Needs K and pitch % 8 == 0 and K <= 8 * THREADS * ROUNDS.
 #include "rows.cuh"
@@ -54,14 +55,20 @@ NAME(const u16* dy, const Input* x, const float* scale, const float* weight, con
         const int k = column(r);
         if (k >= K) continue;
         const Values d = values(dy_loaded[r]), w = floats(weight + k), v = normalized(r);
-        Values result = {};
-        if (residual != nullptr) result = values(load_once(residual + row * K + k));
+        Values result;
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             float xhat = v.at[i];
             if (CODES) xhat = fabsf(w.at[i]) > 1e-30f ? xhat * reciprocal_approximately(w.at[i]) : 0.0f;
-            result.at[i] += norm * (d.at[i] * w.at[i] - xhat * mean);
+            result.at[i] = norm * (d.at[i] * w.at[i] - xhat * mean);
         }
-        *reinterpret_cast<uint4*>(dx + row * K + k) = rounded(result);
+        uint4 out = rounded(result);
+        if (residual != nullptr) {
+            const Values own = values(out), other = values(load_once(residual + row * K + k));
+#pragma unroll
+            for (int i = 0; i < 8; ++i) result.at[i] = own.at[i] + other.at[i];
+            out = rounded(result);
+        }
+        *reinterpret_cast<uint4*>(dx + row * K + k) = out;
     }
 }
