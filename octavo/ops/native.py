@@ -23,7 +23,7 @@ from octavo.kernels.cuda import loader
 from octavo.kernels.tiling import group_block, row_block
 from octavo.ops import cast, reference
 
-FAST_SUMS = 16384
+FAST_SUMS = 8192
 
 
 def quantize(x: torch.Tensor, scale: torch.Tensor | None, rule: Rule) -> ScaledTensor:
