@@ -136,8 +136,13 @@ class MomentSums:
         half.totals.append(total)
 
     def finish(self) -> None:
+        """Weights have a mean of 1 from here on, so that the matrices of different groups compare."""
         for key in list(self._halves):
-            self.matrices[key], self.noise[key] = _shrunk(*self._halves.pop(key))
+            halves = self._halves.pop(key)
+            total = sum(sum(half.totals) for half in halves)
+            self.matrices[key], self.noise[key] = _shrunk(*halves)
+            if 0 < total != self.tokens[key]:
+                self.matrices[key].mul_(self.tokens[key] / total)
 
 
 class MomentObserver(_Watch, MomentSums):
