@@ -155,12 +155,6 @@ def adapters(show: Callable[..., None], m: int, n: int, k: int, ranks: tuple[int
         label = f"dA from the codes, {extension.CHUNK} tokens a block {name}"
         show(label, lambda: extension.sums_over_tokens(low, q), nbytes=m * k)
     extension.CHUNK = chunk
-    dy, into, b16 = torch.randn(m, n, device="cuda", dtype=torch.bfloat16), low[:, : ranks[0]].clone(), up.bfloat16()
-    both = lambda: extension.gradients_over_columns(dy, up, narrow, into)  # noqa: E731
-    least, extension.ONE_PASS = extension.ONE_PASS, 0
-    show(f"dU and dB in one pass {name}", both, nbytes=2 * m * n)
-    extension.ONE_PASS = least
-    show(f"dU and dB by two products {name}", lambda: (dy @ b16, dy.mT @ narrow), nbytes=2 * m * n)
     show(f"A from the codes, one by one {name}", lambda: fused.low_rank(plain, downs, torch.bfloat16), nbytes=m * k)
 
 

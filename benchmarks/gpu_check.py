@@ -324,11 +324,6 @@ def adapters_in_columns(device: str) -> str:
         fused.on_kernels = kernels
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True)), (m, n, k)
         sums = extension.sums_over_tokens(low.bfloat16(), forward)[:, :k]
-        dy, into = torch.randn(m, n, device=device, dtype=torch.bfloat16), torch.empty(m, ranks[-1], device=device)
-        into, part = into.bfloat16(), low.bfloat16()[:, -ranks[-1] :]
-        db = extension.gradients_over_columns(dy, up, part, into)
-        assert_sqnr(into, dy.double() @ up.bfloat16().double(), 54.0, "dY B")
-        assert_sqnr(db, dy.double().mT @ part.double(), 54.0, "dB")
         assert_sqnr(sums, low.bfloat16().double().mT @ dequantize_ref(forward).double()[:, :k], 55.0, "dA")
         y = native.scaled_mm(forward, wide, torch.bfloat16)
         seen = dequantize_ref(forward).double()[:, :k]

@@ -31,7 +31,7 @@ from octavo.formats.scale import power_of_two_above
 from octavo.formats.scaled import ScaledTensor
 from octavo.formats.spec import E4M3
 from octavo.kernels.cuda import loader
-from octavo.ops import fused, groups, native
+from octavo.ops import fused, groups
 
 TERMS = 3
 STEP = 16  # of the sizes that FP8 products take
@@ -39,8 +39,6 @@ COLUMNS = 128  # what they go through at once: fewer are no faster, and rows sta
 LEAST = 2.0**-100  # of scales: their inverse is finite, and so is what it multiplies
 CHUNK = 1024  # tokens that one block of over_tokens.cu adds up
 MOST_RANKS = 48  # whose sums it holds in registers
-MOST_COLUMNS = 64  # ranks that low_gradients.cu takes
-ONE_PASS = 2048  # columns of a gradient from which one pass over it beats two products
 WARPS = 8  # of a block of threads, a row each
 
 
@@ -191,28 +189,6 @@ def sums_over_tokens(low: torch.Tensor, q: ScaledTensor) -> torch.Tensor:
     return sums.sum(0)
 
 
-def gradients_over_columns(dy: torch.Tensor, b: torch.Tensor, low: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
-    """dy @ b [M, r] -> `into`, of the dtype of dy, and dy^T @ low [N, r] -> float32, in one pass over dy [M, N].
-
-    b [N, r] float32, multiplied in the dtype of dy; low [M, r] of that dtype.
-    """
-    (m, n), rank = dy.shape, b.shape[1]
-    small = n < ONE_PASS or rank > MOST_COLUMNS or n % 8 or not m
-    if small or not fused.on_kernels(dy) or dy.dtype != torch.bfloat16:
-        into.copy_(dy @ b.to(dy.dtype))
-        return (dy.mT @ low).float()
-    dy, ranks = native.aligned(dy), 1 if rank <= 16 else 2 if rank <= 32 else 4
-    strips = -(-n // (8 * 128 // ranks))
-    chunk = 64 * max(1, -(-m * strips // (64 * _multiprocessors(dy.device))))
-    du = torch.empty((strips, m, rank), device=dy.device)
-    db = torch.empty((-(-m // chunk), n, rank), device=dy.device)
-    strides = np.int64(dy.stride(0)), np.int64(low.stride(0))
-    arguments = dy, _master(b), low, du, db, np.int64(m), np.int32(n), np.int32(rank), *strides, np.int32(chunk)
-    loader.launch(loader.Variant("low_gradients.cu", (("RANKS", ranks),)), (strips, len(db)), 256, arguments, dy)
-    into.copy_(du.sum(0) if strips > 1 else du[0])
-    return db.sum(0)
-
-
 def _append(q: ScaledTensor, low: torch.Tensor, downs: Downs, kept: torch.Tensor | None) -> ScaledTensor:
     """kept: what `append_products` returns beside its codes, to fill; low are sums of codes then."""
     (m, k), rank, room, columns = q.shape, downs.rank, downs.room, _range(q.shape[1])
@@ -293,8 +269,3 @@ def _master(part: torch.Tensor) -> torch.Tensor:
 @lru_cache(maxsize=16)
 def _one(device: torch.device) -> torch.Tensor:
     return torch.ones((), device=device)
-
-
-@lru_cache(maxsize=16)
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

@@ -195,13 +195,11 @@ class _Backward:
         self.quantized = quantized
         self.adapters = _adapters(projections)
         self.low_gradient = grads[0].new_empty(len(grads[0]), _rank(projections))  # of x A^T
-        self.of_b = [
-            extension.gradients_over_columns(
-                grads[adapter.index], adapter.b, low[:, adapter.columns], self.low_gradient[:, adapter.columns]
-            )
-            for adapter in self.adapters
-            if low is not None
-        ]
+        self.of_b: list[torch.Tensor] = []
+        for adapter in self.adapters:
+            dy = grads[adapter.index]
+            torch.mm(dy, adapter.b.to(dtype), out=self.low_gradient[:, adapter.columns])
+            self.of_b.append(dy.mT @ cast(torch.Tensor, low)[:, adapter.columns])
 
     def input_gradient(self) -> torch.Tensor:
         quantized, self.quantized = self.quantized, None

@@ -149,17 +149,6 @@ static void wait_for_copies() {
     mine.size -= end, mine.groups = later;
 }
 
-static uint32_t turned(uint32_t pair) {
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    emulator::Exchange& shared = emulator::exchanges[threadIdx.x / 32];
-    shared.a[lane][0] = pair;
-    sync_warp();
-    const uint32_t one = shared.a[8 * t + g / 2][0] >> 16 * (g % 2) & 0xFFFF;
-    const uint32_t other = shared.a[8 * t + 4 + g / 2][0] >> 16 * (g % 2) & 0xFFFF;
-    sync_warp();
-    return one | other << 16;
-}
-
 static inline uint4 load_once(const void* address) { uint4 v; memcpy(&v, address, 16); return v; }
 static inline uint4 load_shared_by_all(const void* address) { return load_once(address); }
 static inline float rounded_product(float a, float b) { return a * b; }

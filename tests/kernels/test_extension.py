@@ -86,22 +86,6 @@ def test_columns_of_groups_and_blocks(both):
         assert mine.scale.shape[1] == 5 and mine.shape[1] == 640
 
 
-@pytest.mark.parametrize("m, n, rank", [(5, 16, 4), (150, 1096, 16), (100, 560, 17), (70, 296, 60)])
-def test_gradients_over_columns(both, monkeypatch, m, n, rank):
-    """Ends within a block of columns, of tokens and within the ranks; against float64."""
-    monkeypatch.setattr(extension, "ONE_PASS", 0)
-    dy, b, low = normal(m, n).bfloat16(), normal(n, rank, seed=1), normal(m, rank + 3, seed=2).bfloat16()[:, 2:-1]
-
-    def run():
-        into = torch.full((m, rank + 5), 7.0).bfloat16()
-        return extension.gradients_over_columns(dy, b, low, into[:, 1:-4]), into
-
-    for db, into in both(run):
-        assert db.dtype == torch.float32 and bool((into[:, 0] == 7).all() and (into[:, -4:] == 7).all())
-        assert_sqnr(db, dy.double().mT @ low.double(), FLOOR_DB["rounding", "bfloat16"] - 1)
-        assert_sqnr(into[:, 1:-4], dy.double() @ b.bfloat16().double(), FLOOR_DB["rounding", "bfloat16"] - 1)
-
-
 @pytest.mark.parametrize("m, k, rank", [(5, 16, 4), (1100, 72, 16), (300, 336, 60)])
 def test_sums_over_tokens(both, m, k, rank):
     """Ends within a chunk of tokens, a block of columns and the ranks of a block; against float64."""

@@ -63,7 +63,6 @@ VARIANTS += [
     for amax in (0, 1)
 ]
 VARIANTS.append(loader.Variant("downs.cu", ()))
-VARIANTS += [loader.Variant("low_gradients.cu", (("RANKS", ranks),)) for ranks in (1, 2, 4)]
 VARIANTS += [loader.Variant("ups.cu", (("BLOCKS", blocks),)) for blocks in (0, 1)]
 VARIANTS += [
     loader.Variant("groups.cu", (("X_BF16", 1), ("NORM", norm), ("THREADS", 512), ("ROUNDS", rounds)))

@@ -73,13 +73,6 @@ DEVICE float broadcast(float value, int lane) { return __shfl_sync(0xFFFFFFFFu, 
 // The largest of the warp's values.
 DEVICE u32 largest_of_warp(u32 value) { return __reduce_max_sync(0xFFFFFFFFu, value); }
 
-// An 8 x 8 matrix of 16-bit values, row g and columns 2t, 2t + 1 with lane 4g + t, transposed.
-DEVICE u32 turned(u32 pair) {
-    u32 other;
-    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(other) : "r"(pair));
-    return other;
-}
-
 DEVICE u32 permute(u32 low, u32 high, u32 selector) { return __byte_perm(low, high, selector); }
 DEVICE float rounded_product(float a, float b) { return __fmul_rn(a, b); }  // never part of a fused multiply-add
 DEVICE float float_of_bits(u32 bits) { return __uint_as_float(bits); }
