@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -44,7 +45,7 @@ def far() -> str:
     return f"{db:.1f} dB"
 
 
-BLOCKS = [splits.AttentionBlock(warps, tiles) for warps, tiles in ((4, 1), (4, 2), (8, 1), (2, 2), (2, 1), (8, 2))]
+BLOCKS = [splits.AttentionBlock(warps, tiles, 2) for warps, tiles in ((4, 1), (4, 2), (8, 1), (2, 2), (2, 1), (8, 2))]
 
 
 def sweep(tokens: list[int], batches: list[int]) -> list[dict[str, object]]:
@@ -52,10 +53,11 @@ def sweep(tokens: list[int], batches: list[int]) -> list[dict[str, object]]:
     found: list[dict[str, object]] = []
     for kind, block in itertools.product(kv.KINDS[:2], compiled()):
         for count in (2, 3, 4, 6):
-            taken = attention.attention_block, splits.BLOCKS
-            attention.attention_block, splits.BLOCKS = lambda *_, block=block: block, count
+            taken = attention.block_of
+            tried = replace(block, resident=count)
+            attention.block_of = lambda *_, tried=tried: tried
             times = [row["us"] for row in kv.rows("cuda", tokens, batches, [kind])]
-            attention.attention_block, splits.BLOCKS = taken
+            attention.block_of = taken
             found.append({"what": kind, "warps": block.warps, "tiles": block.tiles, "blocks": count, "us": times})
     for row in sorted(found, key=lambda row: (row["what"], sum(row["us"]))):
         print("  ".join(f"{value!s:>10}" for value in row.values()), flush=True)

@@ -21,6 +21,7 @@ from octavo.integrations.float8_cache import StoredLayer, layer_scales, use_atte
 from octavo.integrations.measuring import cache_argument
 from octavo.modules.kv_storage import Granularity, KVStorage
 from octavo.ops.attention import why_not
+from octavo.ops.graphs import capture
 from octavo.store.scales import Scales
 
 STOP_TOKENS = 16
@@ -121,7 +122,8 @@ class _State:
     """What a batch size needs: caches, the buffers of a step, and its graph."""
 
     def __init__(self, decoder: Decoder, batch: int, padded: bool) -> None:
-        self.decoder, self.batch, self.padded = decoder, batch, padded
+        # Not the decoder itself: in a cycle the graph of an earlier batch size would outlive it.
+        self.model, self.step, self.batch, self.padded = decoder.model, decoder.step, batch, padded
         step, device = decoder.step, decoder.device
         shape = batch, step.kv_heads, 0, step.width
         like = torch.empty(shape, dtype=step.dtype, device=device)
@@ -139,20 +141,18 @@ class _State:
         self.ended = torch.zeros(batch, dtype=torch.bool, device=device)
         self.stops = torch.full((STOP_TOKENS,), NONE, dtype=torch.int64, device=device)
         self.pad = torch.zeros(1, dtype=torch.int64, device=device)
-        self.captured: torch.cuda.CUDAGraph | None = None
-        if decoder.graph:
-            self._capture()
+        self.captured = capture(self._step, device) if decoder.graph else None
 
     def prefill(self, prompt: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
         """The model's own forward over the prompt [B, P], with these caches -> logits [B, V] of its last tokens."""
-        model = cast(Any, self.decoder.model)
+        model = cast(Any, self.model)
         for storage in self.storages:
             storage.reset()
         options: dict[str, Any] = {cache_argument(model): Cache(layers=[StoredLayer(s) for s in self.storages])}
         self.mask.fill_(1)
         self.padding.zero_()
         if attention_mask is not None:
-            seen = attention_mask.to(self.decoder.device)
+            seen = attention_mask.to(self.tokens.device)
             self.mask[:, : seen.shape[1]] = seen
             self.padding.copy_((seen == 0).sum(1))
             options["attention_mask"] = seen
@@ -187,20 +187,9 @@ class _State:
     def _step(self) -> None:
         caches = [cast(Any, storage.kv) for storage in self.storages]
         mask, padding = (self.mask, self.padding) if self.padded else (None, None)
-        self.logits = self.decoder.step(self.tokens, caches, self.length, mask, padding)
+        self.logits = self.step(self.tokens, caches, self.length, mask, padding)
         self.length.add_(1)
         self.take(self.logits.argmax(-1))
-
-    def _capture(self) -> None:
-        stream = torch.cuda.Stream(self.decoder.device)  # type: ignore[no-untyped-call]
-        with torch.cuda.device(self.decoder.device), torch.cuda.stream(stream):
-            for _ in range(2):  # compiles, and lets cuBLAS allocate
-                self._step()
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream):
-                self._step()
-        self.captured = graph
 
 
 def _greedy(state: _State, logits: torch.Tensor, prompt: int, longest: int, ends: torch.Tensor | None) -> torch.Tensor:

@@ -23,6 +23,7 @@ from octavo.kernels.splits import (
     MOST_SPLITS,
     WIDEST_16_BIT,
     WIDEST_HEAD,
+    AttentionBlock,
     attention_block,
     most_splits,
 )
@@ -223,10 +224,10 @@ def split_attention(
     kv_heads = kv.keys.shape[1]
     group = q_heads // kv_heads
     rows = batch * kv_heads * -(-group // HEADS_AT_ONCE)
-    block = attention_block(head, kv.kind == SIXTEEN_BIT)
+    block = block_of(head, kv.kind)
     # A length on the device may be any: the grid is for as many tokens as fit, and blocks without work return.
     longest = kv.keys.shape[2] if length is not None else max(1, tokens)
-    splits = min(most_splits(rows, processors(q.device)), -(-longest // block.tokens))
+    splits = min(most_splits(rows, processors(q.device), block.resident), -(-longest // block.tokens))
     out = torch.empty_like(q)
     if not q.numel():
         return out
@@ -257,9 +258,14 @@ def split_attention(
     return out
 
 
+def block_of(head: int, kind: int) -> AttentionBlock:
+    """The block of attention.cu for a cache of this kind."""
+    return attention_block(head, int(kind == TOKEN_HEAD), kind == SIXTEEN_BIT)
+
+
 def attention_variants(head: int, dtype: torch.dtype, kind: int) -> tuple[loader.Variant, loader.Variant]:
     """The two phases for heads of this width."""
-    bf16, block = int(dtype == torch.bfloat16), attention_block(head, kind == SIXTEEN_BIT)
+    bf16, block = int(dtype == torch.bfloat16), block_of(head, kind)
     shape = {"X_BF16": bf16, "HEAD": head, "WARPS": block.warps, "TILES": block.tiles, "KV": kind}
     combine = {"X_BF16": bf16, "HEAD": head, "BLOCK": block.tokens, "MOST": MOST_SPLITS}
     return (

@@ -1,5 +1,8 @@
 """Decoder against Transformers' own generate with the same kind of cache, on the CPU."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -139,3 +142,15 @@ def test_smollm2_says_the_same(demo_model):
     found = model.generate(**inputs, custom_generate=Decoder(model, capacity=80))
     assert torch.equal(found, want)
     assert "Paris" in tokenizer.decode(found[0], skip_special_tokens=True)
+
+
+def test_another_batch_size_frees_the_first(models):
+    """Without the collector: a graph that it freed later could end the capture of the next."""
+    decoder = Decoder(opened(models["llama"]), capacity=8).warmup()
+    first = weakref.ref(decoder.state)
+    gc.disable()
+    try:
+        decoder.warmup(2)
+        assert first() is None
+    finally:
+        gc.enable()

@@ -209,8 +209,11 @@ def test_offsets_beyond_32_bits(kernels):
 
 
 def test_splits_fill_the_gpu():
-    assert most_splits(8, 132) == 50 and most_splits(1, 132) == MOST_SPLITS and most_splits(1000, 132) == 1
-    assert attention_block(128, False).tokens == 128 and attention_block(128, True).tokens == 64
+    assert most_splits(8, 132, 3) == 49 and most_splits(1, 132, 3) == MOST_SPLITS and most_splits(1000, 132, 2) == 1
+    for rows in range(1, 400):
+        assert rows * most_splits(rows, 132, 3) <= max(rows, 3 * 132)
+    assert attention_block(128, 0, False).tokens == 128 and attention_block(128, 0, True).tokens == 64
+    assert attention_block(128, 1, False).resident == 2 and attention_block(64, 1, False).resident == 3
 
 
 @pytest.mark.parametrize(

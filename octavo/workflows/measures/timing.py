@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from octavo.ops.graphs import capture
+
 
 def milliseconds(call: Callable[[], object], rounds: int) -> float:
     """The median time of a call on the device, each awaited."""
@@ -23,13 +25,9 @@ def milliseconds(call: Callable[[], object], rounds: int) -> float:
 
 def graph_milliseconds(calls: Sequence[Callable[[], object]], rounds: int) -> float:
     """The median time of one call: one CUDA graph over all of them, replayed."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):
-        for call in calls:  # compiles and allocates before capture
-            call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+
+    def run() -> None:
         for call in calls:
             call()
-    return milliseconds(graph.replay, rounds) / len(calls)
+
+    return milliseconds(capture(run, torch.device("cuda"), warm=1).replay, rounds) / len(calls)
