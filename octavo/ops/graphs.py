@@ -11,8 +11,8 @@ import torch
 def capture(run: Callable[[], object], device: torch.device, warm: int = 2) -> torch.cuda.CUDAGraph:
     """What `run` launches on the device. It runs `warm` times before: kernels compile then, and libraries allocate.
 
-    Nothing is garbage-collected meanwhile: freeing another CUDA graph, which may wait in a cycle for the collector, ends
-    a capture with an error.
+    Nothing is garbage-collected meanwhile: freeing another CUDA graph, which may wait in a cycle for the collector,
+    ends a capture with an error.
     """
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     with torch.cuda.device(device), torch.cuda.stream(stream):
