@@ -84,7 +84,7 @@ class _Group:
 
     def call(self, index: int, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         if not (index and self.seen.is_(x) and index in self.outputs):
-            found = None if args or options else projections_of(self.layers, x, self.norm)
+            found = None if args or options else self._projections(x)
             if found is None:
                 return self.plain[index](self.skipped.applied(x) if self.norm else x, *args, **options)
             self.seen.set(x)
@@ -93,6 +93,9 @@ class _Group:
             self.outputs = dict(enumerate(outputs[: len(found)]))
             self.passed_on = outputs[-1] if self.pass_on else None
         return self.outputs.pop(index)
+
+    def _projections(self, x: torch.Tensor) -> list[Projection] | None:
+        return projections_of(self.layers, x) if self.norm is None else self.skipped.projections(x)
 
 
 class _Member:
@@ -116,7 +119,7 @@ class _Mlp:
         mlp.forward = self.forward
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found = projections_of(self.layers, x, self.norm)
+        found = self.skipped.projections(x)
         if found is None:
             return cast(torch.Tensor, self.plain(self.skipped.applied(x)))
         gate, up, down = found
@@ -137,7 +140,7 @@ class _PlainLayer:
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         layer: Any = self.layer
         training = layer.training and torch.is_grad_enabled() and not getattr(layer, "gradient_checkpointing", False)
-        if args or not training or self._apart(hidden_states):
+        if args or not training or _hooked(layer.mlp) or _hooked(layer.self_attn):  # they see a block's own result
             return cast(torch.Tensor, self.plain(hidden_states, *args, **options))
         self.attention.pass_on, self.attention.passed_on = True, None
         try:
@@ -155,25 +158,26 @@ class _PlainLayer:
             self.mlp.residual = False
         return cast(torch.Tensor, y if added else x + y)
 
-    def _apart(self, x: torch.Tensor) -> bool:
-        """Whether something looks at a block's own result, or a block is not fused."""
-        if _hooked(cast(Any, self.layer).mlp) or _hooked(cast(Any, self.layer).self_attn):
-            return True
-        return any(projections_of(group.layers, x, group.norm) is None for group in (self.attention, self.mlp))
-
 
 class _SkippedNorm:
     """A norm that passes x on where the layers behind it do its work, and makes up for it where they then do not."""
 
     def __init__(self, norm: nn.Module, layers: Sequence[nn.Module]) -> None:
         self.norm, self.layers, self.plain, self.passed = norm, layers, norm.forward, _Seen()
+        self.found: list[Projection] | None = None
         norm.forward = self.forward
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if projections_of(self.layers, x, self.norm) is None:
+        self.found = projections_of(self.layers, x, self.norm)
+        if self.found is None:
             return cast(torch.Tensor, self.plain(x))
         self.passed.set(x)
         return x
+
+    def projections(self, x: torch.Tensor) -> list[Projection] | None:
+        """`projections_of` the layers, which costs as much as launches do: what the norm has found for x, once."""
+        found, self.found = self.found, None
+        return found if found and self.passed.is_(x) else projections_of(self.layers, x, self.norm)
 
     def applied(self, x: torch.Tensor) -> torch.Tensor:
         return cast(torch.Tensor, self.plain(x)) if self.passed.is_(x) else x
