@@ -13,14 +13,13 @@ class RowBlock:
     """A block of a kernel that takes whole rows: 8 values a thread and round.
 
     stages: 1, or how many rows are on their way into its shared memory or worked on at once; then it takes every
-    `grid`-th row. blocks: as many as are to fit a multiprocessor. flags: further macros that are 1.
+    `grid`-th row and keeps columns in registers. blocks: as many as are to fit a multiprocessor.
     """
 
     threads: int
     rounds: int
     stages: int = 1
     blocks: int = 1
-    flags: tuple[str, ...] = ()
 
     def shared_bytes(self, matrices: int) -> int:
         """Dynamic shared memory for rows of so many 16-bit matrices."""
@@ -29,21 +28,24 @@ class RowBlock:
     def grid(self, m: int, multiprocessors: int) -> tuple[int]:
         return (m if self.stages == 1 else min(m, self.blocks * multiprocessors),)
 
-    def defines(self, flags: tuple[str, ...] = ()) -> dict[str, int]:
-        sizes = {"THREADS": self.threads, "ROUNDS": self.rounds, "STAGES": self.stages, "BLOCKS": self.blocks}
-        return sizes | {flag: int(flag in self.flags) for flag in flags}
+    @property
+    def defines(self) -> dict[str, int]:
+        return {"THREADS": self.threads, "ROUNDS": self.rounds, "STAGES": self.stages, "BLOCKS": self.blocks}
+
+
+# Measured on an H200 (benchmarks/log.md): bound by arithmetic; columns in registers are worth having few warps.
 
 
 def row_block(k: int, fold: bool = False) -> RowBlock:
     """For a row of k <= MAX_TOKEN_WIDTH values: 128 to 512 threads, four rounds or, where that is not enough, eight.
 
-    fold: columns are multiplied in. They stay in registers, for many rows, where those are enough.
+    fold: columns are multiplied in, and stay in registers where those are enough: 64 a thread for two rounds, 80 for
+    three.
     """
     vectors = max(1, -(-k // 8))
     if fold and vectors <= 3 * 640:
         rounds, fit = (2, 1024) if vectors <= 512 else (3, 768)
-        threads = 32 * -(-vectors // (32 * rounds))
-        return RowBlock(threads, -(-vectors // threads), 2, min(8, max(1, fit // threads)), ("COLUMNS",))
+        return _staged(vectors, rounds, fit)
     threads = 128
     while vectors > 4 * threads and threads < 512:
         threads *= 2
@@ -53,14 +55,19 @@ def row_block(k: int, fold: bool = False) -> RowBlock:
 def gated_block(k: int, backward: bool, shared: int) -> RowBlock:
     """For a row of k values a matrix. shared: bytes of shared memory that a block can have.
 
-    Backward: the columns in registers, for many rows, where those are enough.
+    Backward: the columns in registers, 128 a thread, where those are enough.
     """
     vectors = max(1, -(-k // 8))
-    threads = 32 * -(-vectors // (32 * 4))
-    staged = RowBlock(threads, -(-vectors // threads), 2, min(8, max(1, 512 // threads)), ("UNROLL", "COLUMNS"))
-    if backward and threads <= 512 and staged.shared_bytes(2) <= shared:
+    staged = _staged(vectors, 4, 512)
+    if backward and staged.threads <= 512 and staged.shared_bytes(2) <= shared:
         return staged
     return RowBlock(384, -(-vectors // 384), 1, 3)
+
+
+def _staged(vectors: int, rounds: int, fit: int) -> RowBlock:
+    """Two rows at a time; `fit` threads on a multiprocessor."""
+    threads = 32 * -(-vectors // (32 * rounds))
+    return RowBlock(threads, -(-vectors // threads), 2, min(8, max(1, fit // threads)))
 
 
 @dataclass(frozen=True)

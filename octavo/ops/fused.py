@@ -187,7 +187,7 @@ def _launch_gated(
         "X_BF16": int(x.dtype == torch.bfloat16),
         "BACKWARD": int(backward),
         "GELU": int(activation == "gelu_tanh"),
-        **block.defines(("UNROLL", "HOLD", "KEEP", "COLUMNS", "DECODE")),
+        **block.defines,
     }
     variant = loader.Variant("gated.cu", tuple(defines.items()), block.shared_bytes(2))
     arguments = *tensors, np.int64(m), np.int32(k), np.int64(pitch)

@@ -140,7 +140,7 @@ def quantize_tokens(
         "FOLD": int(columns is not None),
         "PARTS": len(parts),
         "NORM": int(epsilon is not None),
-        **block.defines(("COLUMNS",)),
+        **block.defines,
     }
     three = (*parts, *[None] * (3 - len(parts)))
     strides = [np.int64(part.stride(0) if part is not None else 0) for part in three]

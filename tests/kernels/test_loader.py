@@ -32,15 +32,13 @@ VARIANTS += [loader.Variant("split.cu", (("X_BF16", 1), ("THREADS", 512), ("ROUN
 def tokens(k, parts=1, fold=1, norm=0):
     block = row_block(k, bool(fold))
     shape = {"X_BF16": 1, "GROUPED": 0, "FOLD": fold, "PARTS": parts, "NORM": norm}
-    return loader.Variant("quantize.cu", tuple((shape | block.defines(("COLUMNS",))).items()))
+    return loader.Variant("quantize.cu", tuple((shape | block.defines).items()))
 
 
 def gated(k, backward, shared, gelu=0):
     block = gated_block(k, bool(backward), shared << 10)
     shape = {"X_BF16": 1, "BACKWARD": backward, "GELU": gelu}
-    return loader.Variant(
-        "gated.cu", tuple((shape | block.defines(("UNROLL", "HOLD", "KEEP", "COLUMNS", "DECODE"))).items())
-    )
+    return loader.Variant("gated.cu", tuple((shape | block.defines).items()))
 
 
 VARIANTS += [tokens(64, fold=0), tokens(4096, norm=1), tokens(6144, parts=3), tokens(14336), tokens(28672)]

@@ -102,11 +102,10 @@ def test_columns_are_folded_in_float32(grouped, dtype):
     assert torch.equal(scale, want.scale) and torch.equal(codes, want.codes)
 
 
-@pytest.mark.parametrize("flags", [(), ("COLUMNS",)], ids=str)
 @pytest.mark.parametrize("stages", [2, 3])
-def test_rows_on_their_way(stages, flags, monkeypatch):
+def test_rows_on_their_way(stages, monkeypatch):
     """Each block takes several rows, with those after them already in its shared memory."""
-    monkeypatch.setattr(native, "row_block", lambda *_: RowBlock(96, 1, stages, 1, flags))
+    monkeypatch.setattr(native, "row_block", lambda *_: RowBlock(96, 1, stages, 1))
     x, columns = awkward(9, 576, torch.bfloat16), torch.rand(576) * 1e-3
     codes, scale = run(x, False, columns)
     want = quantize_ref(x.float() * columns, E4M3, PerRow())

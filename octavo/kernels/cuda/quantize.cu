@@ -7,9 +7,9 @@
 // normalized values are never written. PARTS up to 3: the row is that many matrices beside each other.
 //
 // A thread takes 8 values of a row in each of ROUNDS rounds and keeps them in registers, so x is read once; where that
-// are too many, the second look is at the cache. Compiled per variant with:
-// NAME, X_BF16, GROUPED (0 token, 1 group of 128), FOLD, THREADS, ROUNDS, and for tokens PARTS, NORM, STAGES, BLOCKS. Needs
-// widths % 8 == 0, rows on 16-byte boundaries, and for tokens K <= 8 * THREADS * ROUNDS.
+// are too many, the second look is at the cache. Compiled per variant with: NAME, X_BF16, GROUPED (0 token, 1 group of 128),
+// FOLD, THREADS, ROUNDS, and for tokens PARTS, NORM, STAGES and BLOCKS a multiprocessor. Needs widths and pitch % 8 == 0,
+// rows on 16-byte boundaries, and for tokens K <= 8 * THREADS * ROUNDS; more than one stage needs at most four rounds.
 #include "rows.cuh"
 
 #if GROUPED
@@ -71,7 +71,7 @@ NAME(const u16* x, const u16* second, const u16* third, const float* columns, u8
                 copy_later(staged + (at * ROUNDS + r) * THREADS + threadIdx.x, source(row, column(r)));
         end_of_copies();
     };
-#if FOLD && COLUMNS
+#if FOLD && STAGES > 1
     Values by[ROUNDS];
 #pragma unroll
     for (int r = 0; r < ROUNDS; ++r) by[r] = floats(columns + (column(r) < K ? column(r) : 0));

@@ -42,29 +42,15 @@ DEVICE Values times(Values v, const Values& by) {
     return v;
 }
 
-#ifndef DECODE
-#define DECODE 0
-#endif
-
 // The values of 8 codes, times `scale`. NaN codes read as +-480.
 DEVICE Values decoded(const uint2& codes, float scale) {
     const u32 word[2] = {codes.x, codes.y};
-#if DECODE && !defined(OCTAVO_HOST) && __CUDA_ARCH__ >= 890
-    const float unit = scale;
-#else
     const float unit = 256.0f * scale;  // no scale is so large that this overflows
-#endif
     Values v;
 #pragma unroll
     for (int w = 0; w < 2; ++w) {
-#if DECODE && !defined(OCTAVO_HOST) && __CUDA_ARCH__ >= 890
-        u32 pair[2];
-        asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair[0]) : "h"(u16(word[w])));
-        asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair[1]) : "h"(u16(word[w] >> 16)));
-#else
         const Pairs pairs = e4m3_to_fp16(word[w]);
         const u32 pair[2] = {pairs.low, pairs.high};
-#endif
 #pragma unroll
         for (int i = 0; i < 4; ++i) v.at[4 * w + i] = float_of_fp16(u16(pair[i / 2] >> (i % 2 * 16))) * unit;
     }
