@@ -58,11 +58,9 @@ def few_token_plans(m: int, k: int) -> list[Plan]:
     found: list[Plan] = []
     shapes = [(1, 1, 8), (1, 1, 16), (1, 2, 4), (1, 2, 8), (2, 1, 8), (2, 1, 16), (2, 2, 8)]
     for (n, warps_n, warps_k), depth, staged, blocks, overlap in itertools.product(
-        shapes, (2, 3, 4, 6), (0, 1), (1, 2), (0, 1, 2)
+        shapes, (2, 3, 4, 6), (0, 1), (1, 2), (0, 1)
     ):
         ring = Ring(n, -(-m // 8), warps_n, warps_k, depth, staged, blocks, overlap)
-        if overlap == 1 and (blocks > 1 or depth != 4):
-            continue
         if ring.dynamic_bytes(m, k) * blocks <= SHARED_BYTES and ring.threads * blocks <= 1024:
             found.append(ring)
     return found

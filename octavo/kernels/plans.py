@@ -61,7 +61,7 @@ class Ring:
     """A block of w8a16_ring.cu: warps_n x warps_k warps, 8 * tiles_m tokens, 16 * tiles_n rows of W for each warps_n.
 
     depth: chunks of 128 codes a row in a warp's ring. staged: x as FP16 in shared memory. blocks: of them on a
-    multiprocessor at once. overlap: may start early, and then copies codes (1) or has the L2 cache fetch them (2).
+    multiprocessor at once. overlap: may start before the kernel before has ended.
     """
 
     tiles_n: int
@@ -71,7 +71,7 @@ class Ring:
     depth: int
     staged: int = 1
     blocks: int = 1
-    overlap: int = 0
+    overlap: int = 1
 
     source = "w8a16_ring.cu"
     why = "one pass over the codes, copied ahead through shared memory (w8a16_ring.cu)"
@@ -79,7 +79,7 @@ class Ring:
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
         names = "tiles_n", "tiles_m", "warps_n", "warps_k", "depth", "staged"
-        return *_defines(self, *names), ("EARLY", self.overlap)
+        return _defines(self, *names)
 
     @property
     def rows(self) -> int:
@@ -188,10 +188,15 @@ def plan_dx(m: int, k: int, tokens: Tokens) -> Panels:
 
 
 def few_tokens(m: int, k: int, gpu: Gpu) -> Ring:
-    """The first that fits the shared memory: with x in it, with fewer chunks ahead, with x from the L1 cache."""
-    rings = [Ring(1, -(-m // 8), 1, 16, depth, overlap=2) for depth in (4, 3, 2)]
-    rings += [replace(ring, warps_k=8) for ring in rings]
-    rings += [replace(ring, staged=0) for ring in rings]
+    """The first that fits the shared memory: with x in it, with fewer chunks ahead, with x from the L1 cache.
+
+    There more than 8 tokens take twice the rows, which read x half as often.
+    """
+    groups = -(-m // 8)
+    rings = [Ring(1, groups, 1, warps, depth) for warps in (16, 8) for depth in (4, 3, 2)]
+    rings += [
+        Ring(n, groups, 1, warps, depth, staged=0) for n in (groups, 1) for warps in (16, 8) for depth in (4, 3, 2)
+    ]
     return next(ring for ring in rings if ring.dynamic_bytes(m, k) <= gpu.shared)
 
 

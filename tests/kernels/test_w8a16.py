@@ -46,9 +46,9 @@ def test_product(granularity, dtype, m, n, k):
 @pytest.mark.parametrize(
     "plan",
     [
-        Ring(1, 2, 1, 4, 2, overlap=2),
+        Ring(1, 2, 1, 4, 2),
         Ring(2, 2, 2, 3, 4),
-        Ring(1, 2, 2, 8, 3, staged=0, overlap=1),
+        Ring(1, 2, 2, 8, 3, staged=0),
         Block(1, 4, 2, 2),
         Block(2, 8, 4, 3, splits=3),
     ],

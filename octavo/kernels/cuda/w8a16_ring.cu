@@ -12,8 +12,7 @@
 // Up to 8 tokens cost what one costs.
 //
 // Compiled per variant with: NAME, X_BF16, E5M2, SCALES (0 tensor, 1 row, 2 block 128 x 128), TILES_N, TILES_M,
-// WARPS_N, WARPS_K, DEPTH, STAGED, EARLY (before the kernel before has ended: 1 copy codes, 2 have the L2 cache fetch
-// them). Needs K % 16 == 0 and rows of x on 16-byte boundaries; dynamic shared memory as
+// WARPS_N, WARPS_K, DEPTH, STAGED. Needs K % 16 == 0 and rows of x on 16-byte boundaries; dynamic shared memory as
 // kernels/tiling.py says.
 #define MMA_BF16 (X_BF16 && !STAGED)
 #include "w8a16.cuh"
@@ -24,54 +23,48 @@
 // Lanes of a warp write rows g and tokens 2t: a stride of 4 past a multiple of 16 keeps them in different banks.
 #define PITCH (ROWS + 4)
 #define SLOT (TILES_N * 4 * 32 * 16)
+static_assert(THREADS % ROWS == 0, "a thread stores sums of one row");
 
-DEVICE int exponent_of_bf16(u32 bits) {  // of a finite value; 0 for others
-    const int exponent = int(bits >> 7 & 0xFFu);
+DEVICE u32 exponent_of_bf16(u32 bits) {  // of a finite value; 0 for others
+    const u32 exponent = bits >> 7 & 0xFFu;
     return exponent == 255 ? 0 : exponent;
 }
 
-// x to shared memory, rows of `pitch` values, zeros past K. factor[token] undoes what a token was multiplied with.
-DEVICE void stage(u16* staged, float* factor, int (*exponents)[THREADS / 32], const u16* x, int M, int K, int pitch,
-                  i64 x_stride) {
-    const int width = (K + CHUNK - 1) / CHUNK * (CHUNK / 8);
+// Begins to copy x to shared memory, rows of `pitch` values, zeros past K: one group of copies.
+DEVICE void copy_tokens(u16* staged, const u16* x, int M, int K, int width, int pitch, i64 x_stride) {
     for (int token = 0; token < M; ++token) {
-        int largest = 0;
-        for (int at = threadIdx.x; at < width; at += THREADS) {
-            const uint4 v = at * 8 < K ? load_shared_by_all(x + token * x_stride + at * 8) : uint4{0, 0, 0, 0};
-            *reinterpret_cast<uint4*>(staged + token * pitch + at * 8) = v;
-#if X_BF16
-            const Words w = words(v);
+        const u16* row = x + token * x_stride;
+        for (int k = threadIdx.x * 8; k < width; k += THREADS * 8)
+            copy_later(staged + token * pitch + k, k < K ? row + k : row, k < K);
+    }
+    end_of_copies();
+}
+
+// BF16 to FP16 in place, each thread what it copied. factor[token] undoes what a token was multiplied with.
+DEVICE void convert_tokens(u16* staged, float* factor, u32 (*exponents)[THREADS / 32], int M, int width, int pitch) {
+    for (int token = 0; token < M; ++token) {
+        u32 largest = 0;
+        for (int k = threadIdx.x * 8; k < width; k += THREADS * 8) {
+            const Words w = words(shared_vector(staged + token * pitch + k));
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const int low = exponent_of_bf16(w.at[i]), high = exponent_of_bf16(w.at[i] >> 16);
+                const u32 low = exponent_of_bf16(w.at[i]), high = exponent_of_bf16(w.at[i] >> 16);
                 largest = largest > low ? largest : low;
                 largest = largest > high ? largest : high;
             }
-#endif
         }
-#if X_BF16
-#pragma unroll
-        for (int mask = 16; mask > 0; mask /= 2) {
-            const int other = int(exchange(float(largest), mask));
-            largest = largest > other ? largest : other;
-        }
+        largest = largest_of_warp(largest);
         if (threadIdx.x % 32 == 0) exponents[token][threadIdx.x / 32] = largest;
-#endif
     }
-#if X_BF16
     __syncthreads();
     for (int token = 0; token < M; ++token) {
-        int largest = 0;
-#pragma unroll
-        for (int warp = 0; warp < THREADS / 32; ++warp) {
-            const int other = exponents[token][warp];
-            largest = largest > other ? largest : other;
-        }
+        const int lane = threadIdx.x % 32;
+        const int largest = int(largest_of_warp(lane < THREADS / 32 ? exponents[token][lane] : 0));
         const int up = largest < 15 ? 126 : 141 - largest;  // exponent of the factor; 127 is the bias
         const float multiplier = float_of_bits(u32(up + 127) << 23);
         if (threadIdx.x == 0) factor[token] = float_of_bits(u32(127 - up) << 23);
-        for (int at = threadIdx.x; at < width; at += THREADS) {
-            uint4* place = reinterpret_cast<uint4*>(staged + token * pitch + at * 8);
+        for (int k = threadIdx.x * 8; k < width; k += THREADS * 8) {
+            uint4* place = reinterpret_cast<uint4*>(staged + token * pitch + k);
             Words w = words(*place);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
@@ -81,8 +74,6 @@ DEVICE void stage(u16* staged, float* factor, int (*exponents)[THREADS / 32], co
             *place = vector(w);
         }
     }
-#endif
-    __syncthreads();
 }
 
 // Where the next chunk to copy comes from.
@@ -134,25 +125,26 @@ NAME(const u8* codes, const float* scale, const u16* x, const u16* bias, u16* y,
     float(*partial)[WARPS_K][TOKENS][PITCH] =
         reinterpret_cast<float(*)[WARPS_K][TOKENS][PITCH]>(shared + WARPS_N * WARPS_K * DEPTH * SLOT);
     float* factor = reinterpret_cast<float*>(partial + 2);
-    int(*exponents)[THREADS / 32] = reinterpret_cast<int(*)[THREADS / 32]>(factor + TOKENS);
+    u32(*exponents)[THREADS / 32] = reinterpret_cast<u32(*)[THREADS / 32]>(factor + TOKENS);
     u16* staged = reinterpret_cast<u16*>(exponents + TOKENS);
 
     Source from = {codes, N, K, chunks, warp_k < chunks ? tiles : 0, int(blockIdx.x), warp_k};
     const int row_in_tile = warp_n * 16 * TILES_N;
-#if EARLY == 2
+    // While the kernel before runs, the L2 cache fetches the first codes; what it writes is not touched.
 #pragma unroll
     for (int d = 0; d < DEPTH - 1; ++d) prefetch_chunk(from, row_in_tile, warp_k + d * WARPS_K, lane);
-#endif
-#if EARLY != 1
     wait_for_previous_kernel();
+#if STAGED
+    copy_tokens(staged, x, M, K, chunks * CHUNK, pitch, x_stride);
 #endif
 #pragma unroll
     for (int d = 0; d < DEPTH - 1; ++d) copy_chunk(ring + d * SLOT, from, row_in_tile, warp_k, lane);
-#if EARLY == 1
-    wait_for_previous_kernel();
-#endif
 #if STAGED
-    stage(staged, factor, exponents, x, M, K, pitch, x_stride);
+    wait_for_copies<DEPTH - 1>();
+#if X_BF16
+    convert_tokens(staged, factor, exponents, M, chunks * CHUNK, pitch);
+#endif
+    __syncthreads();
 #endif
     const u16* tokens[TILES_M];
 #pragma unroll
@@ -163,7 +155,11 @@ NAME(const u8* codes, const float* scale, const u16* x, const u16* bias, u16* y,
 
     int slot = 0, parity = 0;
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, parity ^= 1) {
-        float sum[TILES_N][TILES_M][4] = {};
+        // A thread stores sums of one row: what they are multiplied with and added to is fetched while they form.
+        const int own_row = tile * ROWS + threadIdx.x % ROWS, row_there = own_row < N ? own_row : N - 1;
+        const float unit = SCALES < 2 ? scale[SCALES == 1 ? row_there : 0] : 1.0f;
+        const float offset = bias != nullptr ? float_of(bias[row_there]) : 0.0f;
+        float sum[2][TILES_N][TILES_M][4] = {};  // in turn, so that not every product waits for the one before
         for (int chunk = warp_k; chunk < chunks; chunk += WARPS_K) {
             wait_for_copies<DEPTH - 2>();
             // Into the slot that was read in the turn before.
@@ -171,9 +167,9 @@ NAME(const u8* codes, const float* scale, const u16* x, const u16* bias, u16* y,
             const u8* w = ring + slot * SLOT + lane * 16;
             slot = slot == DEPTH - 1 ? 0 : slot + 1;
 #if SCALES == 2
-            float part[TILES_N][TILES_M][4] = {};
+            float part[2][TILES_N][TILES_M][4] = {};
 #else
-            float(&part)[TILES_N][TILES_M][4] = sum;
+            float(&part)[2][TILES_N][TILES_M][4] = sum;
 #endif
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
@@ -202,7 +198,7 @@ NAME(const u8* codes, const float* scale, const u16* x, const u16* bias, u16* y,
 #pragma unroll
                         for (int j = 0; j < TILES_M; ++j) {
                             const u32 pair[2] = {b[j][s / 2].at[s % 2 * 2], b[j][s / 2].at[s % 2 * 2 + 1]};
-                            mma(part[i][j], a, pair);
+                            mma(part[s % 2][i][j], a, pair);
                         }
                     }
                 }
@@ -215,7 +211,7 @@ NAME(const u8* codes, const float* scale, const u16* x, const u16* bias, u16* y,
 #pragma unroll
                 for (int j = 0; j < TILES_M; ++j)
 #pragma unroll
-                    for (int c = 0; c < 4; ++c) sum[i][j][c] += part[i][j][c] * s;
+                    for (int c = 0; c < 4; ++c) sum[0][i][j][c] += (part[0][i][j][c] + part[1][i][j][c]) * s;
             }
 #endif
         }
@@ -227,19 +223,16 @@ NAME(const u8* codes, const float* scale, const u16* x, const u16* bias, u16* y,
 #pragma unroll
                 for (int c = 0; c < 4; ++c)  // accumulator layout of m16n8k16: rows g, g + 8; columns 2t, 2t + 1
                     partial[parity][warp_k][8 * j + 2 * t + c % 2][row_in_tile + 16 * i + 8 * (c / 2) + g] =
-                        sum[i][j][c];
+                        SCALES == 2 ? sum[0][i][j][c] : sum[0][i][j][c] + sum[1][i][j][c];
         __syncthreads();
-        for (int at = threadIdx.x; at < ROWS * M; at += THREADS) {
-            const int row = tile * ROWS + at % ROWS, token = at / ROWS;
-            if (row >= N) continue;
+        for (int token = threadIdx.x / ROWS; token < M && own_row < N; token += THREADS / ROWS) {
             float total = 0.0f;
 #pragma unroll
-            for (int k = 0; k < WARPS_K; ++k) total += partial[parity][k][token][at % ROWS];
+            for (int k = 0; k < WARPS_K; ++k) total += partial[parity][k][token][threadIdx.x % ROWS];
             total *= DECODE_UNIT;
             if (STAGED && X_BF16) total *= factor[token];
-            if (SCALES < 2) total *= scale[SCALES == 1 ? row : 0];
-            if (bias != nullptr) total += float_of(bias[row]);
-            y[i64(token) * N + row] = rounded(total);
+            total = total * unit + offset;
+            y[i64(token) * N + own_row] = rounded(total);
         }
     }
 }
