@@ -26,6 +26,7 @@ from octavo.ops.fused import codes_suffice
 from octavo.ops.lora import Norm, Projection, gated_mlp, project
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+MULTIPLIED = {"token": (PerRow(), PerTensor()), "group128": (PerBlock(128, 128),)}  # weights by how inputs are rounded
 GATED = ("gate_proj", "up_proj", "down_proj")
 FUSED = "_octavo_fused"
 SUFFICE = "_octavo_codes_suffice"
@@ -251,8 +252,7 @@ def projection_of(layer: nn.Module) -> Projection | None:
         return None
     if not isinstance(base, FrozenFloat8Linear) or base.rule.spec.name != "e4m3" or isinstance(base.weight, DTensor):
         return None
-    fits = {"token": (PerRow(), PerTensor()), "group128": (PerBlock(128, 128),)}
-    if base.rule.granularity not in fits.get(base.activation, ()):
+    if base.rule.granularity not in MULTIPLIED.get(base.activation, ()):
         return None
     if base.bias is not None and not _frozen(base.bias):
         return None
