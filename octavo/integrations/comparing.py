@@ -10,8 +10,8 @@ import torch
 
 from octavo.base.errors import OctavoError
 from octavo.integrations.hub import first_line
+from octavo.integrations.loading import auto_class, load_config, load_folder
 from octavo.integrations.measuring import logits
-from octavo.integrations.transformers import auto_class, load, load_config
 from octavo.store.tensors import Checkpoint
 
 TOKENS = 32
@@ -50,7 +50,8 @@ def compare_logits(folder: Path, tokens: int = TOKENS) -> Agreement:
     if not any(checkpoint.dtype(name) == torch.float8_e4m3fn for name in checkpoint):
         return Agreement("", tuple(missing), tuple(unexpected))  # nothing to decode
     try:
-        ours = logits(load(folder, device="cpu", dtype=torch.float32, activation="none"), ids).float()
+        decoded = load_folder(folder, None, device=torch.device("cpu"), dtype=torch.float32, activation="none")
+        ours = logits(decoded, ids).float()
     except OctavoError as error:
         return Agreement("", tuple(missing), tuple(unexpected), reference_error=str(error))
     relative = float((ours - theirs).norm() / ours.norm())

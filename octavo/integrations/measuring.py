@@ -18,7 +18,7 @@ from octavo.formats.granularity import PerTensor
 from octavo.formats.recipe import Recipe
 from octavo.integrations.hub import first_line, load_tokenizer, resolve_model
 from octavo.integrations.load_plan import LoadPlan, sources_on_disk
-from octavo.integrations.transformers import auto_class, device_of, load, load_config, refuse_other_methods
+from octavo.integrations.loading import auto_class, device_of, load_config, load_folder, refuse_other_methods
 from octavo.modules.convert import convert
 from octavo.modules.divergence import Perplexity, window_nll
 from octavo.store.moments import Moments
@@ -149,13 +149,15 @@ def load_base(
     moments: Moments | None = None,
 ) -> PreTrainedModel:
     """The model in `folder`, quantized by `recipe`, or for None as it is stored: FP8, or every weight in `dtype`."""
+    place = device_of(device)
     if recipe is not None or is_fp8(folder):
-        return load(folder, recipe, device=device, dtype=dtype, activation=activation, scales=scales, moments=moments)
+        return load_folder(
+            folder, recipe, device=place, dtype=dtype, activation=activation, scales=scales, moments=moments
+        )
     if activation not in (None, "none"):
         fix = "Name a scheme, so that its linears are quantized."
         raise ConfigError(f"activation '{activation}'", got=f"{folder} in 16 bit", need="FP8 weights", fix=fix)
     config = load_config(folder)
-    place = device_of(device)
     settings: dict[str, Any] = {"device_map": {"": place}} if place.type != "cpu" else {}
     try:
         model = auto_class(config).from_pretrained(

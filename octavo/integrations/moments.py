@@ -25,7 +25,7 @@ from octavo.integrations import measuring
 from octavo.integrations.blocks import BlockMoments, BlockWalk, Groups, check_finite, head_backward
 from octavo.integrations.data import calibration_samples
 from octavo.integrations.hub import resolve_model
-from octavo.integrations.transformers import device_of
+from octavo.integrations.loading import device_of
 from octavo.modules.moments import MomentObserver, MomentSums, TokenWeights, fast_arithmetic, input_groups
 from octavo.ops.quantize import dequantize
 from octavo.ops.rounding import Compensator

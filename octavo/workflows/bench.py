@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from octavo import __version__
-from octavo.base.errors import UnsupportedError
+from octavo.base.errors import UnsupportedError, require_type
 from octavo.base.hardware import caps_of
 from octavo.base.packages import version_of
 from octavo.base.report import Config, Report
@@ -44,6 +44,7 @@ class BenchReport(Report):
 
 def bench(config: BenchConfig) -> BenchReport:
     """Run one. UnsupportedError without a CUDA device: then nothing is measured. OctavoError where a check says no."""
+    require_type("bench: config", config, BenchConfig)
     caps = caps_of()
     if not caps.is_cuda:
         fix = "Run it on a machine with an NVIDIA GPU of sm80 or later."

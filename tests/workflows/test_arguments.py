@@ -73,7 +73,7 @@ def test_settings_that_overflow_are_refused_with_their_range(setting):
 
 
 def test_a_cpu_has_no_number():
-    from octavo.integrations.transformers import device_of
+    from octavo.integrations.loading import device_of
 
     assert device_of("cpu:0").type == "cpu"
     with pytest.raises(UnsupportedError, match="device cpu:7"):
