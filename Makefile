@@ -4,7 +4,8 @@
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
 PY = $(VENV)/bin/python
-# Test files at once, one thread each: two cores are busy without waiting for each other.
+# Test files at once, one thread each: two cores are busy without waiting for each other. In their order: by number of
+# tests, files of one long test would come last and leave a core idle for minutes.
 JOBS ?= 2
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
@@ -20,7 +21,7 @@ quickstart: install
 	$(VENV)/bin/octavo quickstart $(ARGS)
 
 test: check
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile -m "not soak and not serve and not gpu" \
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not soak and not serve and not gpu" \
 		--cov=octavo --cov-report=term:skip-covered -q
 	$(PY) -m coverage report --include='octavo/formats/*,octavo/store/*' --fail-under=95
 	$(MAKE) --no-print-directory serve-test
