@@ -22,7 +22,7 @@ quickstart: install
 
 test: check
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not soak and not serve and not gpu" \
-		--cov=octavo --cov-report=term:skip-covered -q
+		--cov=octavo/formats --cov=octavo/store --cov-report=term:skip-covered -q
 	$(PY) -m coverage report --include='octavo/formats/*,octavo/store/*' --fail-under=95
 	$(MAKE) --no-print-directory serve-test
 

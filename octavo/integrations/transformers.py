@@ -6,7 +6,7 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -65,40 +65,25 @@ def load(
     require_type("load: recipe", recipe, Recipe, str, NoneType)
     folder = resolve_model(model, trust_remote_code=trust_remote_code)
     tuned = Policy.load(policy, model=Checkpoint.open(folder)) if policy is not None else None
+    recipe = _chosen(recipe, tuned, rounding)
+    place = device_of(device)
+    wanted = "compensated" if isinstance(recipe, Recipe) and recipe.compensated else "nearest"
+    calibration: dict[str, Any] = {"samples": samples, "context": context, "weighting": weighting, "device": str(place)}
+    with moments_for(wanted, folder, moments=moments, data=data, **calibration) as found:
+        how: dict[str, Any] = {"dtype": dtype, "activation": activation, "scales": scales, "moments": found}
+        return load_folder(folder, recipe, device=place, trust_remote_code=trust_remote_code, **how)
+
+
+def _chosen(recipe: Recipe | str | None, tuned: Policy | None, rounding: str | None) -> Recipe | str | None:
+    """The recipe with what a policy and a rounding of one's own change about it."""
     if tuned is not None and recipe is None:
         recipe = tuned.scheme or "channel"
     if rounding is not None:
-        recipe = _rounded(recipe, rounding)
+        named = recipe if isinstance(recipe, Recipe) else Recipe.named(recipe or "channel")
+        recipe = replace(named, rule=named.rule.rounded(rounding))
     if tuned is not None:
         recipe = tuned.apply(Recipe.named(recipe) if isinstance(recipe, str) else recipe or Recipe())
-    place = device_of(device)
-    wanted = "compensated" if isinstance(recipe, Recipe) and recipe.compensated else "nearest"
-    with moments_for(
-        wanted,
-        folder,
-        moments=moments,
-        data=data,
-        samples=samples,
-        context=context,
-        weighting=weighting,
-        device=str(place),
-    ) as found:
-        return load_folder(
-            folder,
-            recipe,
-            device=place,
-            dtype=dtype,
-            activation=activation,
-            scales=scales,
-            moments=found,
-            trust_remote_code=trust_remote_code,
-        )
-
-
-def _rounded(recipe: Recipe | str | None, rounding: str) -> Recipe:
-    """The recipe with this rounding instead of its own."""
-    chosen = recipe if isinstance(recipe, Recipe) else Recipe.named(recipe or "channel")
-    return replace(chosen, rule=chosen.rule.rounded(rounding))
+    return recipe
 
 
 def __getattr__(name: str) -> object:
