@@ -18,12 +18,12 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from timing import graph_milliseconds
 
 from octavo import PerGroup, Rule
 from octavo.formats.scaled import ScaledTensor
 from octavo.formats.spec import E4M3
 from octavo.ops import extension, fused, groups, native, w8a16
+from octavo.workflows.measures.timing import graph_milliseconds
 
 HIDDEN, INNER, HEADS = 4096, 14336, 1024
 GROUP = Rule(E4M3, PerGroup(128))

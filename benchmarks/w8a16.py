@@ -27,7 +27,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from timing import graph_milliseconds
 
 from octavo.base.errors import UnsupportedError
 from octavo.base.hardware import caps_of
@@ -41,6 +40,7 @@ from octavo.kernels.tiling import MAX_TOKENS
 from octavo.ops import native, w8a16
 from octavo.ops.quantize import quantize
 from octavo.testing import sqnr_db
+from octavo.workflows.measures.timing import graph_milliseconds
 
 SHAPES = "28672x4096,4096x14336,4096x4096"
 FLUSH_BYTES = 256 << 20  # weights of one graph: several times any L2 cache

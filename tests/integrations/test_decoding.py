@@ -13,7 +13,7 @@ from octavo.integrations.measuring import cache_argument, load_base, new_cache
 from octavo.integrations.transformers import load
 from octavo.modules.frozen import FrozenFloat8Linear
 from tests.conftest import TINY
-from tests.integrations.test_float8_cache import GENERATIONS, PROMPTS
+from tests.integrations.test_float8_cache import GENERATIONS, generated
 
 SIZES = {"hidden_size": 64, "intermediate_size": 176, **TINY}
 
@@ -35,17 +35,6 @@ def opened(folder, weights="16bit"):
     if weights == "fp8":
         return load(folder, "channel", activation="none", dtype="float32", device="cpu").eval()
     return load_base(folder, None, device="cpu", dtype=torch.float32).eval()
-
-
-def generated(model, **options):
-    torch.manual_seed(0)
-    prompts = {
-        "input_ids": PROMPTS,
-        "attention_mask": torch.ones_like(PROMPTS),
-        "max_new_tokens": 12,
-        "pad_token_id": 3,
-    }
-    return model.generate(**{**prompts, "do_sample": False, "eos_token_id": None, **options})
 
 
 def cached(model, kv_cache):

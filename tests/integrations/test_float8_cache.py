@@ -27,7 +27,7 @@ def both(model, kind):
     return ours, Float8KVWriter(granularity, scales or {}).watch(new_cache(model))
 
 
-def generated(model, cache, **options):
+def generated(model, cache=None, **options):
     torch.manual_seed(0)
     prompts = {
         "input_ids": PROMPTS,
@@ -35,7 +35,8 @@ def generated(model, cache, **options):
         "max_new_tokens": 12,
         "pad_token_id": 3,
     }
-    return model.generate(**{**prompts, "do_sample": False, cache_argument(model): cache, **options})
+    given = {} if cache is None else {cache_argument(model): cache}
+    return model.generate(**{**prompts, "do_sample": False, "eos_token_id": None, **given, **options})
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -4,22 +4,12 @@ import pytest
 import torch
 
 from octavo.formats.granularity import PerBlock, PerRow
-from octavo.formats.reference import quantize_ref
-from octavo.formats.rounding import Curvature, compensated
+from octavo.formats.rounding import compensated
 from octavo.formats.spec import E4M3, E5M2
 from octavo.ops.columns import KernelColumns, columns_for
+from tests.ops.test_columns import problem
 
 pytestmark = pytest.mark.usefixtures("on_host")
-
-
-def problem(n, k):
-    generator = torch.Generator().manual_seed(k)
-    x = torch.randn(2 * k, k, generator=generator) @ torch.randn(k, k, generator=generator) / k**0.5
-    x[:, 3] *= 30
-    x[:, [1, k - 2]] = 0
-    weight = torch.randn(n, k, generator=generator) * 0.05
-    weight[1:2] = 0
-    return weight, Curvature.of(x.T @ x)
 
 
 @pytest.mark.parametrize("spec", [E4M3, E5M2], ids=str)
@@ -30,10 +20,8 @@ def problem(n, k):
 )
 def test_codes_of_the_oracle(n, k, granularity, spec):
     """Bit for bit: this compiler fuses no multiply-add, and a GPU that does moves single codes."""
-    weight, curvature = problem(n, k)
-    scale = quantize_ref(weight, spec, granularity).scale
-    want = compensated(weight, curvature, scale, granularity, spec)
-    got = compensated(weight, curvature, scale, granularity, spec, columns=KernelColumns())
+    given = problem(n, k, granularity, spec)
+    want, got = compensated(*given), compensated(*given, columns=KernelColumns())
     assert torch.equal(got.codes, want.codes) and torch.equal(got.error, want.error)
     assert got.error.sum() < 0.6 * got.error_nearest.sum()
 

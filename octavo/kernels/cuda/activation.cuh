@@ -26,3 +26,13 @@ DEVICE Values product(const Values& gate, const Values& up) {
     for (int i = 0; i < 8; ++i) h.at[i] = activation(gate.at[i]).value * up.at[i];
     return h;
 }
+
+// Of product(gate, up), whose gradient is dh.
+DEVICE void gradients(const Values& dh, const Values& gate, const Values& up, Values& of_gate, Values& of_up) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const Activation a = activation(gate.at[i]);
+        of_gate.at[i] = dh.at[i] * up.at[i] * a.slope;
+        of_up.at[i] = dh.at[i] * a.value;
+    }
+}

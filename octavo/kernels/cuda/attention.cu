@@ -56,14 +56,6 @@ DEVICE Words<N> load(const u8* from) {
     return w;
 }
 
-DEVICE void mma(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
-#if MMA_BF16
-    mma_bf16(c, a, b);
-#else
-    mma_fp16(c, a, b);
-#endif
-}
-
 // Codes at bytes 1 and 3, and at bytes 0 and 2, as pairs of FP16 values times 2^-8: seven instructions for four codes.
 struct Crossed {
     u32 odd, even;
@@ -107,7 +99,7 @@ DEVICE void score(float (&s)[4], const Words<KEY_WORDS> (&key)[2], const u32 (&q
 #endif
         }
         const u32 b[2] = {q[2 * step], q[2 * step + 1]};
-        mma(s, a, b);
+        mma<MMA_BF16>(s, a, b);
     }
 }
 
@@ -133,7 +125,7 @@ DEVICE void add_values(float (&sum)[HEAD / 16][4], const Words<VALUE_WORDS> (&va
                 }
 #endif
             }
-            mma(sum[KV == 2 ? w : 2 * w + j], a, weight);
+            mma<MMA_BF16>(sum[KV == 2 ? w : 2 * w + j], a, weight);
         }
     }
 }

@@ -153,6 +153,14 @@ DEVICE void mma_bf16(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
 
 #endif
 
+template <bool BF16>
+DEVICE void mma(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+    if (BF16)
+        mma_bf16(c, a, b);
+    else
+        mma_fp16(c, a, b);
+}
+
 // Four codes in natural order -> two pairs of 16-bit floats, each value times a power of two that DECODE_UNIT undoes.
 // A code is sign, exponent, mantissa from the top: moved to the top of a 16-bit float its fields only need the distance
 // of the two exponent widths as a right shift below the sign, and are then too small by the distance of the biases.

@@ -84,12 +84,7 @@ NAME(const u16* dh, const u8* gate, const float* gate_scale, const u8* up, const
 #endif
             const Values d = values(from), g = decoded(gate_codes, gate_unit), u = decoded(up_codes, up_unit);
             Values first, second;
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                const Activation a = activation(g.at[i]);
-                first.at[i] = d.at[i] * u.at[i] * a.slope;
-                second.at[i] = d.at[i] * a.value;
-            }
+            gradients(d, g, u, first, second);
             const uint4 one = rounded(first), other = rounded(second);
             if (inside) {
                 *reinterpret_cast<uint4*>(dgate + at) = one;

@@ -19,12 +19,7 @@ NAME(const u16* dh, const u8* gate, const float* gate_scale, const u8* up, const
     const Values g = decoded(*reinterpret_cast<const uint2*>(gate + at), gate_scale[of]);
     const Values u = decoded(*reinterpret_cast<const uint2*>(up + at), up_scale[of]);
     Values first, second;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        const Activation a = activation(g.at[i]);
-        first.at[i] = d.at[i] * u.at[i] * a.slope;
-        second.at[i] = d.at[i] * a.value;
-    }
+    gradients(d, g, u, first, second);
     const uint4 one = rounded(first), other = rounded(second);
     const Scale of_gate = scale_of_group(values(one)), of_up = scale_of_group(values(other));
     if (!inside) return;

@@ -25,14 +25,6 @@ DEVICE Pairs decode(u32 codes) {
 #endif
 }
 
-DEVICE void mma(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
-#if MMA_BF16
-    mma_bf16(c, a, b);
-#else
-    mma_fp16(c, a, b);
-#endif
-}
-
 DEVICE float float_of(u16 bits) { return X_BF16 ? float_of_bits(u32(bits) << 16) : float_of_fp16(bits); }
 DEVICE u16 rounded(float value) { return X_BF16 ? bf16_of_float(value) : fp16_of_float(value); }
 

@@ -198,7 +198,7 @@ NAME(const u8* codes, const float* scale, const u16* x, const u16* bias, u16* y,
 #pragma unroll
                         for (int j = 0; j < TILES_M; ++j) {
                             const u32 pair[2] = {b[j][s / 2].at[s % 2 * 2], b[j][s / 2].at[s % 2 * 2 + 1]};
-                            mma(part[s % 2][i][j], a, pair);
+                            mma<MMA_BF16>(part[s % 2][i][j], a, pair);
                         }
                     }
                 }

@@ -111,7 +111,7 @@ NAME(const u8* codes, const float* scale, const u16* x, const u16* bias, u16* y,
                     for (int j = 0; j < GROUP; ++j) {
                         const u32 pair[2] = {b[j].at[2 * s], b[j].at[2 * s + 1]};
 #pragma unroll
-                        for (int i = 0; i < TILES_N; ++i) mma(part[i][first + j], a[s][i], pair);
+                        for (int i = 0; i < TILES_N; ++i) mma<MMA_BF16>(part[i][first + j], a[s][i], pair);
                     }
                 }
             }
