@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from octavo import PerGroup, Rule
 from octavo.formats.scaled import ScaledTensor
 from octavo.formats.spec import E4M3
-from octavo.ops import extension, fused, groups, native, w8a16
+from octavo.ops import adapter_columns, fused, groups, native, w8a16
 from octavo.workflows.measures.timing import graph_milliseconds
 
 HIDDEN, INNER, HEADS = 4096, 14336, 1024
@@ -131,16 +131,16 @@ def adapters(show: Callable[..., None], m: int, n: int, k: int, ranks: tuple[int
     x, right = (torch.randn(size, k, device="cuda", dtype=torch.bfloat16) for size in (m, n))
     downs = [torch.rand(rank, k, device="cuda") / 64 - 1 / 128 for rank in ranks]
     up, w, rank = torch.randn(n, ranks[0], device="cuda") / 1000, native.quantize_tokens(right)[0], sum(ranks)
-    q = native.quantize_tokens(x, spare=extension.room_for(k, rank))[0]
-    a, name = extension.encode_downs(downs, [2.0] * len(ranks)), f"{n}x{k}, R={rank}"
-    wide, low = extension.append_products(q, a, torch.bfloat16)
-    ext = extension.extended(w, up, 0, a)
-    show(f"codes of A {name}", lambda: extension.encode_downs(downs, [2.0] * len(ranks)), nbytes=7 * rank * k)
-    show(f"x A^T onto the codes {name}", lambda: extension.append_products(q, a, torch.bfloat16), nbytes=m * k)
-    show(f"dU onto the codes {name}", lambda: extension.append_gradients(q, low, a), nbytes=m * 8 * rank)
-    show(f"W with columns of B {name}", lambda: extension.extended(w, up, 0, a), nbytes=2 * n * k)
+    q = native.quantize_tokens(x, spare=adapter_columns.room_for(k, rank))[0]
+    a, name = adapter_columns.encode_downs(downs, [2.0] * len(ranks)), f"{n}x{k}, R={rank}"
+    wide, low = adapter_columns.append_products(q, a, torch.bfloat16)
+    ext = adapter_columns.extended(w, up, 0, a)
+    show(f"codes of A {name}", lambda: adapter_columns.encode_downs(downs, [2.0] * len(ranks)), nbytes=7 * rank * k)
+    show(f"x A^T onto the codes {name}", lambda: adapter_columns.append_products(q, a, torch.bfloat16), nbytes=m * k)
+    show(f"dU onto the codes {name}", lambda: adapter_columns.append_gradients(q, low, a), nbytes=m * 8 * rank)
+    show(f"W with columns of B {name}", lambda: adapter_columns.extended(w, up, 0, a), nbytes=2 * n * k)
     large = up * 1000
-    show(f"W with columns of a large B {name}", lambda: extension.extended(w, large, 0, a), nbytes=2 * n * k)
+    show(f"W with columns of a large B {name}", lambda: adapter_columns.extended(w, large, 0, a), nbytes=2 * n * k)
     show(f"product with columns {name}", lambda: native.scaled_mm(wide, ext, torch.bfloat16), flops=2 * m * n * k)
     plain, ups, narrow = native.quantize_tokens(x)[0], up.bfloat16().mT, low[:, : ranks[0]]
     show(
@@ -150,11 +150,11 @@ def adapters(show: Callable[..., None], m: int, n: int, k: int, ranks: tuple[int
     )
     dense = lambda: low.mT @ fused.dequantize(plain, torch.bfloat16)  # noqa: E731
     show(f"dA, codes to bfloat16 first {name}", dense, nbytes=m * k)
-    chunk = extension.CHUNK
-    for extension.CHUNK in (512, 1024, 2048):
-        label = f"dA from the codes, {extension.CHUNK} tokens a block {name}"
-        show(label, lambda: extension.sums_over_tokens(low, q), nbytes=m * k)
-    extension.CHUNK = chunk
+    chunk = adapter_columns.CHUNK
+    for adapter_columns.CHUNK in (512, 1024, 2048):
+        label = f"dA from the codes, {adapter_columns.CHUNK} tokens a block {name}"
+        show(label, lambda: adapter_columns.sums_over_tokens(low, q), nbytes=m * k)
+    adapter_columns.CHUNK = chunk
     show(f"A from the codes, one by one {name}", lambda: fused.low_rank(plain, downs, torch.bfloat16), nbytes=m * k)
 
 

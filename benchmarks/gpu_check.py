@@ -28,7 +28,7 @@ from octavo import E4M3, E5M2, FrozenFloat8Linear, PerBlock, PerGroup, PerRow, P
 from octavo.base.hardware import caps_of
 from octavo.formats.codec import decode, encode
 from octavo.formats.reference import dequantize_ref, quantize_ref
-from octavo.ops import extension, fused, groups, native
+from octavo.ops import adapter_columns, fused, groups, native
 from octavo.ops.linear import linear
 from octavo.ops.lora import Projection, project
 from octavo.testing import FLOOR_DB, assert_sqnr, sqnr_db
@@ -312,18 +312,18 @@ def adapters_in_columns(device: str) -> str:
         results = []
         for on in (True, False):
             fused.on_kernels = lambda x, on=on: on
-            a = extension.encode_downs(downs, [2.0] * len(ranks))
-            wide = extension.extended(w, up, sum(ranks[:-1]), a)
-            q = fused.quantize_tokens(x, spare=extension.room_for(k, sum(ranks)))[0]
-            forward, kept = extension.append_products(q, a, torch.bfloat16)
+            a = adapter_columns.encode_downs(downs, [2.0] * len(ranks))
+            wide = adapter_columns.extended(w, up, sum(ranks[:-1]), a)
+            q = fused.quantize_tokens(x, spare=adapter_columns.room_for(k, sum(ranks)))[0]
+            forward, kept = adapter_columns.append_products(q, a, torch.bfloat16)
             q = fused.quantize_tokens(x, spare=a.room)[0]
-            backward = extension.append_gradients(q, low.bfloat16(), a)
+            backward = adapter_columns.append_gradients(q, low.bfloat16(), a)
             results.append(
                 [a.codes, a.unit, wide.codes, wide.scale, forward.codes, kept, backward.codes, backward.scale]
             )
         fused.on_kernels = kernels
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True)), (m, n, k)
-        sums = extension.sums_over_tokens(low.bfloat16(), forward)[:, :k]
+        sums = adapter_columns.sums_over_tokens(low.bfloat16(), forward)[:, :k]
         assert_sqnr(sums, low.bfloat16().double().mT @ dequantize_ref(forward).double()[:, :k], 55.0, "dA")
         y = native.scaled_mm(forward, wide, torch.bfloat16)
         seen = dequantize_ref(forward).double()[:, :k]

@@ -4,7 +4,7 @@ A group of projections that read the same input quantizes it once, keeps the cod
 dX as one product over the outputs of all: scales of W's rows, which lie on the contracted dimension, are folded into
 the quantization of dY, and what is left of W is its bytes, transposed. Adapters multiply in the dtype of x from
 masters of any dtype; forward and backward see the same dequantized input. An RMSNorm before the group is part of it:
-its output is never written. The adapters' second products are columns of the FP8 products (octavo.ops.extension).
+its output is never written. The adapters' second products are columns of the FP8 products (octavo.ops.adapter_columns).
 
 Weights are E4M3 per row or tensor with inputs quantized per token, or per 128 x 128 block with inputs per group of 128;
 one kind in a group. Shapes: x [..., K], W [N, K], A [r, K], B [N, r].
@@ -20,7 +20,7 @@ import torch
 
 from octavo.formats.granularity import PerBlock, PerRow
 from octavo.formats.scaled import ScaledTensor
-from octavo.ops import extension, fused, groups, native
+from octavo.ops import adapter_columns, fused, groups, native
 
 _PER_TOKEN = PerRow()
 _Input = tuple[ScaledTensor, torch.Tensor | None]  # quantized; the inverse of the norm's root mean square
@@ -210,7 +210,7 @@ class _Backward:
             quantized = _steps(self.projections).quantize_tokens(*self.grads, columns=columns, spare=room)[0]
         if room:
             downs = _downs(self.adapters)
-            quantized = extension.append_gradients(quantized, self.low_gradient, downs)
+            quantized = adapter_columns.append_gradients(quantized, self.low_gradient, downs)
             codes.append(downs.codes)
         if _by_blocks(self.projections):
             weight = groups.transposed(codes, [p.weight.scale for p in self.projections])
@@ -225,7 +225,7 @@ class _Backward:
         found: list[torch.Tensor | None] = [None] * len(needed)
         if not self.adapters or not any(needed):
             return found
-        together = extension.sums_over_tokens(self.low_gradient, self.q)  # one pass over x for all of them
+        together = adapter_columns.sums_over_tokens(self.low_gradient, self.q)  # one pass over x for all of them
         for adapter, db in zip(self.adapters, self.of_b, strict=True):
             found[2 * adapter.index] = (together[adapter.columns] * adapter.scaling).to(adapter.a.dtype)
             found[2 * adapter.index + 1] = db.to(adapter.b.dtype)
@@ -260,11 +260,11 @@ def _rank(projections: Sequence[Projection]) -> int:
 def _room(k: int, projections: Sequence[Projection]) -> int:
     """The columns that a product over k is given for the adapters."""
     rank = _rank(projections)
-    return extension.room_for(k, rank, projections[0].weight) if rank else 0
+    return adapter_columns.room_for(k, rank, projections[0].weight) if rank else 0
 
 
-def _downs(adapters: Sequence[_Adapter]) -> extension.Downs:
-    return extension.encode_downs([adapter.a for adapter in adapters], [adapter.scaling for adapter in adapters])
+def _downs(adapters: Sequence[_Adapter]) -> adapter_columns.Downs:
+    return adapter_columns.encode_downs([adapter.a for adapter in adapters], [adapter.scaling for adapter in adapters])
 
 
 def _outputs(
@@ -277,10 +277,10 @@ def _outputs(
     low = None
     if room:
         downs = _downs(adapters)
-        q, low = extension.append_products(q, downs, dtype)
+        q, low = adapter_columns.append_products(q, downs, dtype)
         for adapter in adapters:
             w = weights[adapter.index]
-            weights[adapter.index] = extension.extended(w, adapter.b, adapter.columns.start, downs)
+            weights[adapter.index] = adapter_columns.extended(w, adapter.b, adapter.columns.start, downs)
     elif adapters:
         parts = fused.low_rank(q, [adapter.a for adapter in adapters], dtype)
         low = torch.cat([part * adapter.scaling for part, adapter in zip(parts, adapters, strict=True)], dim=1)

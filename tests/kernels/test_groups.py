@@ -7,7 +7,7 @@ from octavo.formats.reference import quantize_ref
 from octavo.formats.spec import E4M3
 from octavo.ops import fused, groups
 from octavo.testing import assert_sqnr
-from tests.kernels.test_extension import both, normal  # noqa: F401  both: used by pytest
+from tests.kernels.test_adapter_columns import both, normal  # noqa: F401  both: used by pytest
 
 pytestmark = pytest.mark.usefixtures("on_host")
 

@@ -1,5 +1,5 @@
 // Values as the sum of two E4M3 codes, and rows of codes moved by a power of two: what puts an adapter's low-rank
-// product into the columns of an FP8 product (octavo/ops/extension.py).
+// product into the columns of an FP8 product (octavo/ops/adapter_columns.py).
 #pragma once
 #include "device.cuh"
 

@@ -6,7 +6,7 @@ import torch
 from octavo.formats.granularity import PerBlock, PerRow
 from octavo.formats.reference import dequantize_ref, quantize_ref
 from octavo.formats.spec import E4M3
-from octavo.ops import extension, fused, groups
+from octavo.ops import adapter_columns, fused, groups
 from octavo.testing import FLOOR_DB, assert_sqnr
 
 pytestmark = pytest.mark.usefixtures("on_host")
@@ -36,7 +36,7 @@ def test_codes_of_a(both, ranks):
     adapters = [normal(rank, 144, seed=rank) * 2.0**rank for rank in ranks]
     adapters[0][0], adapters[-1][1] = 0, 2.0**-140
     adapters[0][2, :3] = torch.tensor([NAN, INF, -INF])
-    found, want = both(lambda: extension.encode_downs(adapters, [0.5, 2.0, 3.0][: len(ranks)]))
+    found, want = both(lambda: adapter_columns.encode_downs(adapters, [0.5, 2.0, 3.0][: len(ranks)]))
     assert torch.equal(found.codes, want.codes) and torch.equal(found.unit, want.unit)
     assert found.codes.shape == (-(-3 * sum(ranks) // 128) * 128, 144) and found.rank == sum(ranks)
 
@@ -52,8 +52,8 @@ def test_more_columns_of_w(both, ranks, power):
     w.codes[5, 7] = 0x7F  # NaN stays NaN where its row shrinks
     b = normal(37, ranks[-1], seed=1) * 2.0**power
     b[7, 0], b[8, 1] = NAN, INF
-    downs = extension.encode_downs([normal(rank, 160, seed=rank) for rank in ranks], [2.0] * len(ranks))
-    found, want = both(lambda: extension.extended(w, b, sum(ranks[:-1]), downs))
+    downs = adapter_columns.encode_downs([normal(rank, 160, seed=rank) for rank in ranks], [2.0] * len(ranks))
+    found, want = both(lambda: adapter_columns.extended(w, b, sum(ranks[:-1]), downs))
     assert torch.equal(found.codes, want.codes) and torch.equal(found.scale, want.scale)
     assert found.codes[5, 7] == 0x7F
     assert bool((found.scale[0] > w.scale[0]).all()) is (power >= 0)
@@ -65,18 +65,18 @@ def test_columns_of_groups_and_blocks(both):
     b = normal(256, 40, seed=1) * torch.exp2(torch.arange(256.0) // 100)[:, None]
     b[3, 5], low = NAN, normal(12, 44, seed=5).bfloat16()
     low[1], low[6, 2] = 0, NAN
-    downs = extension.encode_downs([normal(rank, 384, seed=rank) for rank in (4, 40)], [2.0, 0.5])
+    downs = adapter_columns.encode_downs([normal(rank, 384, seed=rank) for rank in (4, 40)], [2.0, 0.5])
 
     def run():
         q, _ = groups.quantize_tokens(normal(12, 384).bfloat16(), spare=downs.room)
         q.codes[2] = 0
-        forward, kept = extension.append_products(q, downs, torch.bfloat16)
+        forward, kept = adapter_columns.append_products(q, downs, torch.bfloat16)
         q, _ = groups.quantize_tokens(normal(12, 384).bfloat16(), spare=downs.room)
-        sums = extension.sums_over_tokens(low, q)
+        sums = adapter_columns.sums_over_tokens(low, q)
         assert sums.isnan().all(1).tolist() == [j == 2 for j in range(44)]
         wanted = low.double().mT @ dequantize_ref(q).double()
         assert_sqnr(sums.nan_to_num(), wanted.nan_to_num(), FLOOR_DB["rounding", "bfloat16"])
-        return forward, extension.append_gradients(q, low, downs), extension.extended(w, b, 4, downs), kept
+        return forward, adapter_columns.append_gradients(q, low, downs), adapter_columns.extended(w, b, 4, downs), kept
 
     found, want = both(run)
     assert torch.equal(found[3], want[3])
@@ -93,7 +93,7 @@ def test_sums_over_tokens(both, m, k, rank):
 
     def run():
         q, _ = fused.quantize_tokens(normal(m, k).bfloat16(), spare=128)
-        return extension.sums_over_tokens(low, q), low.double().mT @ dequantize_ref(q).double()
+        return adapter_columns.sums_over_tokens(low, q), low.double().mT @ dequantize_ref(q).double()
 
     for found, want in both(run):
         assert found.shape == (rank, k) and found.dtype == torch.float32
@@ -106,7 +106,7 @@ def test_sums_over_tokens(both, m, k, rank):
 def test_more_columns_of_tokens(both, function, dtype, power):
     x = normal(11, 160)
     x[2], x[4, 3] = 0, NAN
-    downs = extension.encode_downs([normal(rank, 160, seed=rank) for rank in (3, 9)], [2.0, 1.0])
+    downs = adapter_columns.encode_downs([normal(rank, 160, seed=rank) for rank in (3, 9)], [2.0, 1.0])
     downs.unit.mul_(2.0**power)
     low = (normal(11, 12, seed=5) * 64).to(dtype)
     low[5, 0], low[6, 1] = NAN, INF
@@ -114,11 +114,11 @@ def test_more_columns_of_tokens(both, function, dtype, power):
     def run():
         q, _ = fused.quantize_tokens(x.bfloat16(), spare=downs.room)
         if function == "append_gradients":
-            return extension.append_gradients(q, low, downs), low
+            return adapter_columns.append_gradients(q, low, downs), low
         if power == 20:  # sums beyond what is a code
             q.codes.copy_(torch.where(q.codes & 0x7F == 0x7F, 0x7F, 0x7E))
             downs.codes.fill_(0x7E)
-        return extension.append_products(q, downs, dtype)
+        return adapter_columns.append_products(q, downs, dtype)
 
     (found, kept), (want, wanted) = both(run)
     assert torch.equal(found.codes, want.codes) and torch.equal(kept.nan_to_num(7.0), wanted.nan_to_num(7.0))

@@ -6,7 +6,7 @@ import torch
 from octavo.formats.granularity import PerRow
 from octavo.formats.reference import dequantize_ref, quantize_ref
 from octavo.formats.spec import E4M3
-from octavo.ops import extension, fused
+from octavo.ops import adapter_columns, fused
 from octavo.testing import sqnr_db
 
 K, N, RANK = 512, 128, 16
@@ -22,11 +22,11 @@ def product(power, outlier=1.0, zero_row=False):
     a = (torch.rand(RANK, K, generator=generator) * 2 - 1) / K**0.5
     b = torch.randn(N, RANK, generator=generator) / 100 * 2.0**power
     weight = quantize_ref(w, E4M3, PerRow())
-    q, _ = fused.quantize_tokens(x.bfloat16(), spare=extension.room_for(K, RANK))
+    q, _ = fused.quantize_tokens(x.bfloat16(), spare=adapter_columns.room_for(K, RANK))
     seen, base = dequantize_ref(q).double(), dequantize_ref(weight).double()
-    downs = extension.encode_downs([a], [2.0])
-    wide, low = extension.append_products(q, downs, torch.bfloat16)
-    found = dequantize_ref(wide).double() @ dequantize_ref(extension.extended(weight, b, 0, downs)).double().mT
+    downs = adapter_columns.encode_downs([a], [2.0])
+    wide, low = adapter_columns.append_products(q, downs, torch.bfloat16)
+    found = dequantize_ref(wide).double() @ dequantize_ref(adapter_columns.extended(weight, b, 0, downs)).double().mT
     exact = 2 * (seen @ a.double().mT) @ b.double().mT
     assert sqnr_db(low, 2 * seen @ a.double().mT) > 50  # bfloat16, and A in eight bits
     return found - seen @ base.mT, exact, found, seen @ base.mT + exact
@@ -62,6 +62,6 @@ def test_rows_of_zeros_take_the_scale_of_the_adapter():
 
 
 def test_room():
-    assert extension.room_for(4096, 16) == 128 and extension.room_for(4096, 48) == 256
-    assert extension.room_for(4096, 0) == 0
-    assert extension.room_for(4096, 1024) == 0, "another pass over the result is cheaper"
+    assert adapter_columns.room_for(4096, 16) == 128 and adapter_columns.room_for(4096, 48) == 256
+    assert adapter_columns.room_for(4096, 0) == 0
+    assert adapter_columns.room_for(4096, 1024) == 0, "another pass over the result is cheaper"
