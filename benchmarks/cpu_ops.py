@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from octavo.formats.granularity import Granularity, PerBlock, PerRow, PerTensor
-from octavo.formats.recipe import Rule
+from octavo.formats.rule import Rule
 from octavo.ops.linear import linear
 from octavo.ops.quantize import dequantize, quantize
 

@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from octavo import Float8Linear, FrozenFloat8Linear
 from octavo.formats.granularity import PerRow, from_tile
-from octavo.formats.recipe import Rule
+from octavo.formats.rule import Rule
 from octavo.formats.scaled import ScaledTensor
 from octavo.formats.spec import SPECS
 from octavo.integrations import fused as fused_layers

@@ -24,9 +24,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from octavo.formats.granularity import PerRow
-from octavo.formats.recipe import Recipe, Rule
+from octavo.formats.recipe import Recipe
 from octavo.formats.reference import dequantize_ref, quantize_ref
 from octavo.formats.rounding import Curvature, EagerColumns, compensated
+from octavo.formats.rule import Rule
 from octavo.formats.spec import E4M3
 from octavo.integrations.blocks import BlockMoments, BlockWalk, Groups
 from octavo.integrations.moments import watched_groups

@@ -31,8 +31,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from octavo.base.errors import UnsupportedError
 from octavo.base.hardware import caps_of
 from octavo.formats.granularity import PerBlock, PerRow
-from octavo.formats.recipe import Rule
 from octavo.formats.reference import dequantize_ref
+from octavo.formats.rule import Rule
 from octavo.formats.scaled import ScaledTensor
 from octavo.kernels.cuda import loader
 from octavo.kernels.plans import Block, Panels, Plan, Ring, Terms, Tokens, plan_dx

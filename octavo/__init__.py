@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from octavo.formats.granularity import PerRow as PerRow
     from octavo.formats.granularity import PerTensor as PerTensor
     from octavo.formats.recipe import Recipe as Recipe
-    from octavo.formats.recipe import Rule as Rule
+    from octavo.formats.rule import Rule as Rule
     from octavo.formats.scaled import ScaledTensor as ScaledTensor
     from octavo.formats.spec import E4M3 as E4M3
     from octavo.formats.spec import E5M2 as E5M2
@@ -51,7 +51,7 @@ _HOME = {
     "PerRow": "octavo.formats.granularity",
     "PerGroup": "octavo.formats.granularity",
     "PerBlock": "octavo.formats.granularity",
-    "Rule": "octavo.formats.recipe",
+    "Rule": "octavo.formats.rule",
     "Recipe": "octavo.formats.recipe",
     "ScaledTensor": "octavo.formats.scaled",
     "quantize": "octavo.ops.quantize",

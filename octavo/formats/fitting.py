@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from octavo.formats.architectures import STACKED_ONLY, expert_block, fused_group, shard_rows
 from octavo.formats.granularity import Granularity, PerBlock, PerRow, PerTensor
-
-if TYPE_CHECKING:
-    from octavo.formats.recipe import Assignment
+from octavo.formats.rule import Assignment
 
 # What serving does with the inputs of a linear, per granularity of its weight: other pairs have no kernel anywhere.
 SERVABLE = {"row": ("token", "static", "none"), "tensor": ("token", "static", "none"), "block": ("group128", "none")}

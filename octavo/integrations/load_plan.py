@@ -15,7 +15,8 @@ from torch import nn
 
 from octavo.base.errors import CheckpointError, ConfigError
 from octavo.base.log import logger
-from octavo.formats.recipe import Assignment, Recipe, Rule
+from octavo.formats.recipe import Recipe
+from octavo.formats.rule import Assignment, Rule
 from octavo.modules.experts import NAMES
 from octavo.store.schema import SCALE_NAMES, StoredScheme, parse_quantization_config, read_scaled
 from octavo.store.tensors import Checkpoint

@@ -13,7 +13,7 @@ from torch import nn
 from octavo.base.errors import CheckpointError
 from octavo.formats.architectures import fused_group
 from octavo.formats.granularity import PerTensor
-from octavo.formats.recipe import Rule
+from octavo.formats.rule import Rule
 from octavo.formats.scale import scale_of
 from octavo.formats.scaled import ScaledTensor
 from octavo.integrations.load_plan import LoadPlan, ModulePlan

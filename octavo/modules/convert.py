@@ -12,7 +12,8 @@ from octavo.base.errors import ConfigError, require_type
 from octavo.base.log import logger
 from octavo.formats.architectures import fused_group
 from octavo.formats.granularity import PerTensor
-from octavo.formats.recipe import Assignment, Recipe, Rule
+from octavo.formats.recipe import Recipe
+from octavo.formats.rule import Assignment, Rule
 from octavo.formats.scale import scale_of
 from octavo.modules.frozen import FrozenFloat8Linear
 from octavo.modules.linear import Float8Linear

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from octavo.base.errors import ConfigError, ShapeError
-from octavo.formats.recipe import Rule
+from octavo.formats.rule import Rule
 from octavo.formats.scaled import ScaledTensor
 from octavo.modules.frozen import FrozenParameter, move_only
 from octavo.ops.linear import apply, check_activation

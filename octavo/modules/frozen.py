@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from octavo.base.errors import ConfigError, ShapeError
-from octavo.formats.recipe import Rule
+from octavo.formats.rule import Rule
 from octavo.formats.scaled import ScaledTensor
 from octavo.modules.guard import refuse_readers_of_codes
 from octavo.ops.linear import apply, check_activation

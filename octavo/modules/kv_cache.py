@@ -16,7 +16,7 @@ import torch
 
 from octavo.base.errors import UnsupportedError
 from octavo.formats.granularity import PerRow, PerTensor
-from octavo.formats.recipe import Rule
+from octavo.formats.rule import Rule
 from octavo.formats.spec import E4M3
 from octavo.ops.quantize import fake_quantize
 

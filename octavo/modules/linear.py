@@ -7,7 +7,7 @@ from torch import nn
 
 from octavo.base.errors import ConfigError
 from octavo.formats.granularity import Granularity, PerGroup, PerRow
-from octavo.formats.recipe import Rule
+from octavo.formats.rule import Rule
 from octavo.ops.linear import check_activation
 from octavo.ops.quantize import fake_quantize
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from octavo.formats.granularity import PerBlock, PerGroup, PerRow, PerTensor
 from octavo.formats.measure import sqnr_db
-from octavo.formats.recipe import Rule
+from octavo.formats.rule import Rule
 from octavo.formats.scale import scale_of
 from octavo.formats.spec import E4M3
 from octavo.modules.frozen import FrozenFloat8Linear

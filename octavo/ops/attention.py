@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from octavo.base.hardware import HardwareCaps, caps_of
 from octavo.formats.granularity import PerRow, PerTensor
-from octavo.formats.recipe import Rule
+from octavo.formats.rule import Rule
 from octavo.formats.scaled import ScaledTensor
 from octavo.kernels.cuda import loader
 from octavo.kernels.splits import (

@@ -21,7 +21,7 @@ from octavo.base.errors import ConfigError, UnsupportedError, did_you_mean
 from octavo.base.hardware import HardwareCaps, caps_named, caps_of
 from octavo.base.packages import pip_line, version_of
 from octavo.formats.granularity import from_tile
-from octavo.formats.recipe import Rule
+from octavo.formats.rule import Rule
 from octavo.formats.scaled import ScaledTensor
 from octavo.kernels.plans import SHARED, Gpu, Operands, Tokens, gpu_named, plan_product
 from octavo.kernels.tiling import MAX_TOKEN_WIDTH, MAX_TOKENS

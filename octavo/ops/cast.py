@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from octavo.formats.granularity import Granularity, PerGroup, PerRow, PerTensor
-from octavo.formats.recipe import Rule
+from octavo.formats.rule import Rule
 from octavo.formats.scaled import ScaledTensor
 from octavo.kernels.cuda import loader
 from octavo.kernels.tiling import cast_block

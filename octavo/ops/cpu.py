@@ -16,7 +16,7 @@ import torch
 from octavo.base.log import logger
 from octavo.formats.codec import decode, decode_table, encode
 from octavo.formats.granularity import Granularity, PerTensor
-from octavo.formats.recipe import Rule
+from octavo.formats.rule import Rule
 from octavo.formats.scale import mse_scale, scale_of
 from octavo.formats.scaled import ScaledTensor
 from octavo.formats.spec import SPECS, FloatSpec

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from octavo.formats.granularity import PerRow, PerTensor
-from octavo.formats.recipe import Rule
+from octavo.formats.rule import Rule
 from octavo.formats.scaled import ScaledTensor
 from octavo.ops import reference
 

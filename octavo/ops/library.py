@@ -15,7 +15,7 @@ from torch.library import custom_op
 
 from octavo.base.errors import UnsupportedError
 from octavo.formats.granularity import from_tile
-from octavo.formats.recipe import Rule
+from octavo.formats.rule import Rule
 from octavo.formats.scaled import ScaledTensor
 from octavo.formats.spec import SPECS
 from octavo.ops.backends import Kernels, Problem, kernels

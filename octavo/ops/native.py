@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from octavo.base.errors import ShapeError
 from octavo.formats.granularity import PerBlock, PerGroup, PerRow, PerTensor
-from octavo.formats.recipe import Rule
+from octavo.formats.rule import Rule
 from octavo.formats.scaled import ScaledTensor
 from octavo.formats.spec import E4M3
 from octavo.kernels.cuda import loader

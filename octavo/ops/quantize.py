@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from octavo.base.errors import ConfigError, ShapeError, require_type
-from octavo.formats.recipe import Rule
+from octavo.formats.rule import Rule
 from octavo.formats.scaled import ScaledTensor
 from octavo.ops import library
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 
 from octavo.formats.granularity import Granularity, PerGroup, PerRow, PerTensor
-from octavo.formats.recipe import Rule
 from octavo.formats.reference import dequantize_ref, quantize_ref, scaled_mm_ref
+from octavo.formats.rule import Rule
 from octavo.formats.scaled import ScaledTensor
 from octavo.formats.spec import E4M3
 

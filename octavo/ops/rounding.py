@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 
 from octavo.base.errors import DataError
-from octavo.formats.recipe import Rule
 from octavo.formats.rounding import Curvature, compensated
+from octavo.formats.rule import Rule
 from octavo.formats.scale import mse_scale
 from octavo.formats.scaled import ScaledTensor
 from octavo.ops.backends import Problem, kernels

@@ -17,8 +17,9 @@ import torch
 from octavo.base.report import Report
 from octavo.formats.architectures import fused_group
 from octavo.formats.granularity import PerTensor
-from octavo.formats.recipe import Recipe, Rule
+from octavo.formats.recipe import Recipe
 from octavo.formats.reference import dequantize_ref, quantize_ref
+from octavo.formats.rule import Rule
 from octavo.formats.scale import scale_of
 from octavo.formats.scaled import ScaledTensor
 from octavo.store.adapter import LoraPair

@@ -11,7 +11,8 @@ import torch
 from octavo.base.errors import ConfigError, MismatchError
 from octavo.formats.architectures import fused_group
 from octavo.formats.granularity import PerTensor
-from octavo.formats.recipe import Assignment, Recipe
+from octavo.formats.recipe import Recipe
+from octavo.formats.rule import Assignment
 from octavo.store import schema
 from octavo.store.moments import Moments
 from octavo.store.pieces import Piece, find_pieces, restack

@@ -16,7 +16,8 @@ import pydantic
 from octavo.base.errors import CheckpointError, ConfigError, MismatchError, did_you_mean, require_type
 from octavo.base.report import UNREADABLE, Config, Report, config_error, read_json
 from octavo.formats.architectures import expert_block, fused_group, role
-from octavo.formats.recipe import PRESETS, QUANTIZED_ROLES, Recipe, Rule
+from octavo.formats.recipe import PRESETS, QUANTIZED_ROLES, Recipe
+from octavo.formats.rule import Rule
 from octavo.store.manifest import fingerprint
 from octavo.store.tensors import Checkpoint
 

@@ -15,7 +15,8 @@ from octavo.base.errors import CheckpointError, ConfigError
 from octavo.base.log import Advance
 from octavo.formats.architectures import role
 from octavo.formats.granularity import Granularity
-from octavo.formats.recipe import Assignment, Recipe, Rule
+from octavo.formats.recipe import Recipe
+from octavo.formats.rule import Assignment, Rule
 from octavo.store import schema
 from octavo.store.carry import carry_over
 from octavo.store.conversion import ConversionSummary, Examine, check_paths, finish_folder, summarize

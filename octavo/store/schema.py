@@ -25,7 +25,8 @@ from octavo.base.errors import CheckpointError, ConfigError
 from octavo.base.report import UNREADABLE, read_json
 from octavo.formats.fitting import SERVABLE, served_activation
 from octavo.formats.granularity import Granularity, PerBlock, PerRow, PerTensor
-from octavo.formats.recipe import Assignment, Recipe
+from octavo.formats.recipe import Recipe
+from octavo.formats.rule import Assignment
 from octavo.formats.scaled import ScaledTensor
 from octavo.formats.spec import E4M3
 from octavo.store.targets import group_targets

@@ -13,8 +13,8 @@ import torch
 
 from octavo.base.errors import CheckpointError
 from octavo.formats.granularity import Granularity, PerBlock, PerTensor
-from octavo.formats.recipe import Rule
 from octavo.formats.reference import quantize_ref
+from octavo.formats.rule import Rule
 from octavo.formats.scale import scale_of
 from octavo.formats.scaled import ScaledTensor
 from octavo.store import schema

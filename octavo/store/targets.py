@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from octavo.formats.architectures import expert_block, fused_group
-from octavo.formats.recipe import Assignment
+from octavo.formats.rule import Assignment
 
 ROLES_OF_LINEARS = frozenset({"linear", "expert", "router", "head", "tower", "mtp"})
 _TOWER = re.compile(r"(model\.)?(visual|vision|audio|multi_modal|mm_|embed_vision|embed_audio|connector|aligner)")

@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from octavo.formats.recipe import Assignment, Recipe, Rule
+from octavo.formats.recipe import Recipe
+from octavo.formats.rule import Assignment, Rule
 from octavo.store import schema
 from octavo.store.pieces import Piece, find_pieces
 from octavo.store.plan import drop_impossible

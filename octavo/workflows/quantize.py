@@ -12,7 +12,8 @@ import pydantic
 from octavo.base.errors import ConfigError, did_you_mean, require_type
 from octavo.base.log import progress
 from octavo.base.report import Config, Report
-from octavo.formats.recipe import ACTIVATIONS, PRESETS, ROUNDINGS, Recipe
+from octavo.formats.recipe import ACTIVATIONS, PRESETS, Recipe
+from octavo.formats.rule import ROUNDINGS
 from octavo.formats.scale import SCALE_FORMATS, SCALE_METHODS
 from octavo.integrations.hub import resolve_model
 from octavo.integrations.moments import moments_for

@@ -3,7 +3,8 @@ import pytest
 from octavo.base.errors import ConfigError
 from octavo.formats.architectures import fused_group, layer_index, role
 from octavo.formats.granularity import PerBlock, PerRow, PerTensor
-from octavo.formats.recipe import Recipe, Rule, matches
+from octavo.formats.recipe import Recipe, matches
+from octavo.formats.rule import Rule
 
 L = "model.layers.0"
 LLAMA = {

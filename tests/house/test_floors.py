@@ -1,6 +1,7 @@
 """One law: a file imports strictly lower floors, or its own folder. Function-level imports count."""
 
 import ast
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -65,3 +66,15 @@ def is_workflow(rest: list[str]) -> bool:
 def test_every_folder_has_a_floor():
     folders = {p.name for p in PACKAGE.iterdir() if p.is_dir() and not p.name.startswith("__")}
     assert folders <= set(MAY), folders - set(MAY)
+
+
+def test_no_file_is_above_and_below_another():
+    """Imports for type checkers alone count too."""
+    files = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in FILES}
+    below = {name: {n for _, i in imports(path) if (n := module_of(i, files))} for name, path in files.items()}
+    TopologicalSorter(below).prepare()  # CycleError names the files
+
+
+def module_of(name: str, files: dict[str, Path]) -> str | None:
+    """The file that an imported name is, or is in."""
+    return next((n for n in (name, name.rpartition(".")[0]) if n in files), None)

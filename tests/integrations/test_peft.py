@@ -11,7 +11,7 @@ from torch import nn
 
 from octavo.base.errors import ConfigError, RefusedError, ShapeError
 from octavo.formats.granularity import PerBlock, PerTensor
-from octavo.formats.recipe import Rule
+from octavo.formats.rule import Rule
 from octavo.integrations.peft import Float8LoraLinear, adapted_layers, get_peft_model, kept, load_adapter, lora_config
 from octavo.integrations.transformers import load
 from octavo.modules.frozen import FrozenFloat8Linear

@@ -5,8 +5,8 @@ import torch
 
 from octavo.base.errors import ShapeError
 from octavo.formats.granularity import PerBlock, PerGroup, PerRow, PerTensor
-from octavo.formats.recipe import Rule
 from octavo.formats.reference import dequantize_ref, quantize_ref
+from octavo.formats.rule import Rule
 from octavo.formats.spec import E4M3
 from octavo.ops import library, native, reference, w8a16
 from octavo.testing import FLOOR_DB, assert_sqnr, sqnr_db

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from octavo.formats.granularity import PerGroup, PerRow
-from octavo.formats.recipe import Rule
 from octavo.formats.reference import quantize_ref
+from octavo.formats.rule import Rule
 from octavo.formats.spec import E4M3
 from octavo.kernels.tiling import RowBlock
 from octavo.ops import native

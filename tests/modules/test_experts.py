@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from octavo.base.errors import ConfigError, ShapeError
 from octavo.formats.granularity import PerBlock, PerTensor
-from octavo.formats.recipe import Rule
+from octavo.formats.rule import Rule
 from octavo.modules.experts import FrozenFloat8Experts
 from octavo.modules.frozen import FrozenParameter
 from octavo.ops.quantize import dequantize, quantize

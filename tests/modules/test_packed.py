@@ -6,7 +6,7 @@ from torch import nn
 
 from octavo.base.errors import UnsupportedError
 from octavo.formats.granularity import PerBlock, PerRow, PerTensor
-from octavo.formats.recipe import Rule
+from octavo.formats.rule import Rule
 from octavo.modules.frozen import FrozenFloat8Linear
 from octavo.modules.packed import PackedLinears
 

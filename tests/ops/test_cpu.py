@@ -5,8 +5,8 @@ import torch
 
 from octavo.formats.codec import decode_table, encode
 from octavo.formats.granularity import PerBlock, PerRow, PerTensor
-from octavo.formats.recipe import Rule
 from octavo.formats.reference import dequantize_ref, quantize_ref
+from octavo.formats.rule import Rule
 from octavo.formats.scaled import ScaledTensor
 from octavo.formats.spec import E4M3, E5M2
 from octavo.ops import cpu

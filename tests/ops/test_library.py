@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import octavo
-from octavo.formats.recipe import Rule
+from octavo.formats.rule import Rule
 from octavo.formats.spec import E5M2
 from octavo.ops.linear import linear
 from octavo.ops.quantize import fake_quantize

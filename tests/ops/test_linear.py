@@ -7,8 +7,8 @@ import torch.nn.functional as F
 import octavo
 from octavo.base.errors import ConfigError, ShapeError, UnsupportedError
 from octavo.formats.granularity import PerGroup, PerRow, PerTensor
-from octavo.formats.recipe import Rule
 from octavo.formats.reference import dequantize_ref, quantize_ref
+from octavo.formats.rule import Rule
 from octavo.formats.spec import E4M3
 from octavo.ops import cpu, dequant, reference
 from octavo.ops.linear import linear

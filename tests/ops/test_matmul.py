@@ -5,8 +5,8 @@ import torch
 
 import octavo
 from octavo.base.errors import ShapeError
-from octavo.formats.recipe import Rule
 from octavo.formats.reference import dequantize_ref
+from octavo.formats.rule import Rule
 from octavo.formats.spec import E4M3, E5M2
 from octavo.ops import cpu, dequant, reference
 from octavo.testing import FLOOR_DB, assert_sqnr

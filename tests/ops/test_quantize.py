@@ -6,8 +6,8 @@ import torch
 import octavo
 from octavo.base.errors import ConfigError, ShapeError
 from octavo.formats.granularity import PerBlock, PerRow, PerTensor
-from octavo.formats.recipe import Rule
 from octavo.formats.reference import quantize_ref
+from octavo.formats.rule import Rule
 from octavo.formats.spec import E4M3, E5M2, E8M0
 from octavo.ops.quantize import fake_quantize
 from octavo.testing import FLOOR_DB, assert_sqnr

@@ -3,7 +3,7 @@ import torch
 
 from octavo.base.errors import DataError
 from octavo.formats.granularity import PerBlock, PerRow, PerTensor
-from octavo.formats.recipe import Rule
+from octavo.formats.rule import Rule
 from octavo.ops.quantize import dequantize, quantize
 from octavo.ops.rounding import KEPT, Compensator
 

@@ -7,8 +7,9 @@ import torch
 
 from octavo.base.errors import CheckpointError, ConfigError
 from octavo.formats.granularity import PerBlock, PerGroup, PerRow, PerTensor
-from octavo.formats.recipe import Recipe, Rule
+from octavo.formats.recipe import Recipe
 from octavo.formats.reference import dequantize_ref, quantize_ref
+from octavo.formats.rule import Rule
 from octavo.formats.spec import E4M3, E5M2
 from octavo.store import schema
 from octavo.store.tensors import Checkpoint

@@ -16,8 +16,8 @@ import torch
 from octavo.base.errors import OctavoError
 from octavo.formats.granularity import PerBlock, PerRow
 from octavo.formats.measure import sqnr_db
-from octavo.formats.recipe import Rule
 from octavo.formats.reference import dequantize_ref
+from octavo.formats.rule import Rule
 from octavo.ops.linear import linear
 from octavo.ops.quantize import quantize
 from octavo.workflows.measures.timing import graph_milliseconds

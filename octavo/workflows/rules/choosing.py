@@ -9,7 +9,8 @@ from math import prod
 from octavo.base.errors import ConfigError, InputError, RefusedError
 from octavo.formats.architectures import role
 from octavo.formats.granularity import PerBlock
-from octavo.formats.recipe import Assignment, Recipe
+from octavo.formats.recipe import Recipe
+from octavo.formats.rule import Assignment
 from octavo.formats.scale import is_power_of_two
 from octavo.store import schema
 from octavo.store.carry import carry_over
