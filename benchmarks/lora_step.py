@@ -1,18 +1,27 @@
 """A LoRA step over a Llama-3.1 shape with random weights on one GPU: a line a variant, then JSON.
 
     python benchmarks/lora_step.py [--shape 8b|70b] [--only NAME ...] [--layers N] [--steps 5] [--profile] [--out FILE]
+        [--traces FOLDER]
 
 r=16 on all seven linears, sequence 4096, fused AdamW over float32 adapters, bfloat16 autocast, SDPA. Rivals in the same
-run: stock Transformers + PEFT, and the best BF16 we know (Liger, 16-bit adapters, compiled layers). --profile prints
-where the GPU's time goes. Random weights have the speed of trained ones. 70b: 80 layers, made as random codes, since
-their BF16 would not fit; every, every fourth or no layer runs again in backward.
+run: stock Transformers + PEFT, and the best BF16 we know (Liger, 16-bit adapters, compiled layers).
+
+step_ms: the median of steps each waited for. in_a_row_ms: of steps waited for once at the end, with NVML's utilisation,
+tensor-active share, clock and power meanwhile. host_ms: until such a step's Python is done. busy: the share of the time
+between the first and the last kernel of a step in which one runs. --profile prints where the GPU's time goes, between
+which kernels it has nothing to do, and what the host does (--traces FOLDER: as JSON for Perfetto).
+
+Random weights have the speed of trained ones. 70b: 80 layers, made as random codes, since their BF16 would not fit;
+every, every fourth or no layer runs again in backward.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import gc
 import json
+import pstats
 import statistics
 import sys
 import time
@@ -20,6 +29,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import torch
@@ -127,7 +137,9 @@ def fill(model: nn.Module, device: str) -> None:
         model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
 
 
-def run(variant: Variant, shape: str, layers: int | None, steps: int, profile: bool) -> dict[str, Any]:
+def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    shape, layers, steps, profile, traces = args.shape, args.layers, args.steps, args.profile, args.traces
+    variant = SHAPES[shape][name]
     gc.collect()
     torch.cuda.empty_cache()
     torch._dynamo.reset()
@@ -157,21 +169,25 @@ def run(variant: Variant, shape: str, layers: int | None, steps: int, profile: b
         row |= {
             "tokens_s": variant.micro * SEQUENCE / median,
             "step_ms": median * 1e3,
+            **in_a_row(step, steps),
             "peak_gib": torch.cuda.max_memory_allocated() / GIB,
             "with_state_gib": torch.cuda.memory_allocated() / GIB,
             "loss": float(step()),
             "build_s": time.perf_counter() - started - sum(times),
             "first_s": times[0],
         }
+        busy, spent, idle = profiled(step)
+        row |= {"busy": busy} | ({"ms": spent, "idle_ms": idle} if profile else {})
         if profile:
-            row["ms"] = profiled(step)
+            row["host"] = host_profile(step, traces and traces / f"{name}.json.gz")
     except torch.OutOfMemoryError:
         row["outcome"] = "out of memory"
-    row = {name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()}
-    line = {name: value for name, value in row.items() if name != "ms"}
-    print("  ".join(f"{value}" if name == "variant" else f"{name} {value}" for name, value in line.items()), flush=True)
-    for name, spent in row.get("ms", {}).items():
-        print(f"    {spent:9.2f} ms  {name}")
+    row = {key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()}
+    line = {key: value for key, value in row.items() if not isinstance(value, dict)}
+    print("  ".join(f"{value}" if key == "variant" else f"{key} {value}" for key, value in line.items()), flush=True)
+    for table in ("ms", "idle_ms", "host"):
+        for key, value in row.get(table, {}).items():
+            print(f"    {value:9.2f} ms  {table if table != 'ms' else ''} {key}")
     return row
 
 
@@ -183,17 +199,110 @@ def timed(step: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def profiled(step: Callable[[], object], rows: int = 28) -> dict[str, float]:
-    """Milliseconds of GPU time of one step, by kernel; and all of it."""
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
+def in_a_row(step: Callable[[], object], steps: int) -> dict[str, float]:
+    """Of steps that nothing waits for: milliseconds a step, also of the host, and what NVML says of the GPU."""
+    watch = Watch()
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(steps):
+        step()
+    host = time.perf_counter() - started
+    torch.cuda.synchronize()
+    took = time.perf_counter() - started
+    return {"in_a_row_ms": took / steps * 1e3, "host_ms": host / steps * 1e3, **watch.stop()}
+
+
+class Watch:
+    """NVML between now and `stop`: percent of time with a kernel and with tensor cores at work, MHz, watts."""
+
+    def __init__(self) -> None:
+        import pynvml
+
+        pynvml.nvmlInit()
+        self.nvml, self.done, self.seen = pynvml, Event(), list[tuple[float, ...]]()
+        self.device = pynvml.nvmlDeviceGetHandleByIndex(0)
+        try:
+            self.gpm = bool(pynvml.nvmlGpmQueryDeviceSupport(self.device).isSupportedDevice)
+        except pynvml.NVMLError:
+            self.gpm = False
+        self.before = self._sample() if self.gpm else None
+        self.thread = Thread(target=self._look, daemon=True)
+        self.thread.start()
+
+    def _sample(self) -> Any:
+        sample = self.nvml.nvmlGpmSampleAlloc()
+        self.nvml.nvmlGpmSampleGet(self.device, sample)
+        return sample
+
+    def _look(self) -> None:
+        nvml, device = self.nvml, self.device
+        while not self.done.wait(0.1):
+            use = nvml.nvmlDeviceGetUtilizationRates(device).gpu
+            clock = nvml.nvmlDeviceGetClockInfo(device, nvml.NVML_CLOCK_SM)
+            self.seen.append((use, clock, nvml.nvmlDeviceGetPowerUsage(device) / 1e3))
+
+    def stop(self) -> dict[str, float]:
+        self.done.set()
+        self.thread.join()
+        means = [statistics.mean(values) for values in zip(*self.seen, strict=True)]
+        found = dict(zip(("utilisation", "mhz", "watts"), means, strict=False))
+        if self.gpm:
+            asked = self.nvml.c_nvmlGpmMetricsGet_t()
+            ids = {
+                "sm_active": self.nvml.NVML_GPM_METRIC_SM_UTIL,
+                "tensor_active": self.nvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL,
+            }
+            asked.version, asked.numMetrics = self.nvml.NVML_GPM_METRICS_GET_VERSION, len(ids)
+            asked.sample1, asked.sample2 = self.before, self._sample()
+            for i, metric in enumerate(ids.values()):
+                asked.metrics[i].metricId = metric
+            self.nvml.nvmlGpmMetricsGet(asked)
+            found |= {name: asked.metrics[i].value for i, name in enumerate(ids)}
+        return found
+
+
+def profiled(step: Callable[[], object], rows: int = 40) -> tuple[float, dict[str, float], dict[str, float]]:
+    """Of one step's kernels: the share of time in which one runs, milliseconds by name, and between which none runs."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         step()
         torch.cuda.synchronize()
-    spent: Counter[str] = Counter()
-    for event in profile.key_averages():
-        spent[f"{event.key[:90]} x{event.count}"] += event.self_device_time_total / 1e3
-    found = dict(spent.most_common(rows))
-    return {"all kernels": sum(spent.values()), **found}
+    raw = profile.profiler.kineto_results.events()
+    on_gpu = [event for event in raw if event.device_type() == torch.autograd.DeviceType.CUDA]
+    events = sorted((event.start_ns(), event.duration_ns(), event.name()) for event in on_gpu)
+    spent, idle, count = Counter[str](), Counter[str](), Counter[str]()
+    end, last = events[0][0], ""
+    for start, took, name in events:
+        spent[name] += took
+        count[name] += 1
+        if start > end:
+            idle[f"{last[:40]} -> {name[:40]}"] += start - end
+        if start + took > end:
+            end, last = start + took, name
+    whole, nothing = end - events[0][0], sum(idle.values())
+    found = {f"{name[:90]} x{count[name]}": value / 1e6 for name, value in spent.most_common(rows)}
+    totals = {f"all kernels x{len(events)}": sum(spent.values()) / 1e6}
+    gaps = {name: value / 1e6 for name, value in idle.most_common(12)}
+    return 1 - nothing / whole, totals | found, {"all": nothing / 1e6} | gaps
+
+
+def host_profile(step: Callable[[], object], trace: Path | None) -> dict[str, float]:
+    """Milliseconds of Python by function, most expensive first, of one step; the profiler's own cost is in them."""
+    profile = cProfile.Profile()
+    with torch.autograd.set_multithreading_enabled(False):  # backward where the profiler looks
+        profile.enable()
+        step()
+        profile.disable()
+    torch.cuda.synchronize()
+    if trace:
+        trace.parent.mkdir(parents=True, exist_ok=True)
+        with torch.profiler.profile() as traced:
+            step()
+            torch.cuda.synchronize()
+        traced.export_chrome_trace(str(trace))
+    found: dict[str, float] = {}
+    for (file, line, name), (_, calls, own, _, _) in pstats.Stats(profile).stats.items():
+        found[f"{'/'.join(Path(file).parts[-2:])}:{line} {name} x{calls}"] = own * 1e3
+    return dict(sorted(found.items(), key=lambda item: -item[1])[:45])
 
 
 def main() -> int:
@@ -203,12 +312,13 @@ def main() -> int:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--traces", type=Path)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     report: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": []}
     variants = SHAPES[args.shape]
     for name in args.only or variants:
-        report["rows"].append(run(variants[name], args.shape, args.layers, args.steps, args.profile))
+        report["rows"].append(run(name, args))
     if args.out:
         args.out.write_text(json.dumps(report) + "\n")
     print(json.dumps(report))

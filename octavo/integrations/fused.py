@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, cast
 
 import torch
@@ -29,7 +29,7 @@ ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"
 MULTIPLIED = {"token": (PerRow(), PerTensor()), "group128": (PerBlock(128, 128),)}  # weights by how inputs are rounded
 GATED = ("gate_proj", "up_proj", "down_proj")
 FUSED = "_octavo_fused"
-SUFFICE = "_octavo_codes_suffice"
+SCALE = "_octavo_scale"
 
 
 def fuse(model: nn.Module) -> int:
@@ -131,18 +131,27 @@ class _Mlp:
 class _PlainLayer:
     """A decoder layer of two residuals in training: their gradients are added inside of the blocks' own, the same bits.
 
-    Otherwise, and where a block is not fused, the layer runs as Transformers wrote it; so it does under checkpointing,
-    which Transformers may do in that very method.
+    Otherwise, and where a block is not fused, the layer runs as Transformers wrote it. checkpoints: Transformers does
+    that in this method, not in `__call__` as its earlier versions do.
     """
 
     def __init__(self, layer: nn.Module, attention: _Group, mlp: _Mlp) -> None:
         self.layer, self.attention, self.mlp, self.plain = layer, attention, mlp, layer.forward
+        self.checkpoints = type(layer).__call__ is nn.Module.__call__
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         layer: Any = self.layer
-        training = layer.training and torch.is_grad_enabled() and not getattr(layer, "gradient_checkpointing", False)
+        training = layer.training and torch.is_grad_enabled()
         if args or not training or _hooked(layer.mlp) or _hooked(layer.self_attn):  # they see a block's own result
             return cast(torch.Tensor, self.plain(hidden_states, *args, **options))
+        if not self.checkpoints or not getattr(layer, "gradient_checkpointing", False):
+            return self._run(hidden_states, **options)
+        if options.get("past_key_values") is not None or options.get("use_cache"):  # Transformers warns and drops them
+            return cast(torch.Tensor, self.plain(hidden_states, **options))
+        return cast(torch.Tensor, layer._gradient_checkpointing_func(partial(self._run, **options), hidden_states))
+
+    def _run(self, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
+        layer: Any = self.layer
         self.attention.pass_on, self.attention.passed_on = True, None
         try:
             attended = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **options)[0]
@@ -206,12 +215,13 @@ def norm_of(norm: nn.Module | None, offset: float = 0.0) -> Norm | None:
         return None
     weight = cast(torch.Tensor, norm.weight)
     epsilon = getattr(norm, "variance_epsilon", None) or norm.eps
-    scale = weight.float() + offset if offset else weight
-    seen, version, suffice = norm.__dict__.get(SUFFICE) or (_Seen(), None, False)
-    if not seen.is_(weight) or version != weight._version:  # asked once: the answer waits for the GPU
+    state = weight._version, weight.data_ptr(), weight.device
+    seen, then, scale, suffice = norm.__dict__.get(SCALE) or (_Seen(), None, weight, False)
+    if not seen.is_(weight) or then != state:  # made once; and the answer waits for the GPU
+        scale = weight.detach().float() + offset
         suffice = codes_suffice(scale)
         seen.set(weight)
-        norm.__dict__[SUFFICE] = seen, weight._version, suffice
+        norm.__dict__[SCALE] = seen, state, scale, suffice
     return Norm(scale, cast(float, epsilon), suffice)
 
 

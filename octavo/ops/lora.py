@@ -18,40 +18,27 @@ from typing import Any, cast
 
 import torch
 
-from octavo.formats.granularity import PerBlock, PerRow
 from octavo.formats.scaled import ScaledTensor
 from octavo.ops import adapter_columns, fused, groups, native
+from octavo.ops.projections import (
+    Norm,
+    Operand,
+    Projection,
+    adapters_of,
+    by_blocks,
+    downs_of,
+    kept_input,
+    kept_operand,
+    operand_of,
+    products_of,
+    quantize_input,
+    rank_of,
+    room_of,
+    row_scales,
+    steps_of,
+)
 
-_PER_TOKEN = PerRow()
-_Input = tuple[ScaledTensor, torch.Tensor | None]  # quantized; the inverse of the norm's root mean square
-
-
-@dataclass(frozen=True)
-class Projection:
-    """y = x W^T + bias + scaling * (x A^T) B^T. Without a and b: the frozen layer alone."""
-
-    weight: ScaledTensor
-    bias: torch.Tensor | None = None
-    a: torch.Tensor | None = None
-    b: torch.Tensor | None = None
-    scaling: float = 1.0
-
-    @property
-    def adapter(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        return self.a, self.b
-
-
-@dataclass(frozen=True)
-class Norm:
-    """RMSNorm with a frozen weight [K]: x * rstd(x) * weight.
-
-    from_codes: its gradient takes the codes of its output, which are kept anyway, and x is not kept: only where
-    `fused.codes_suffice(weight)`.
-    """
-
-    weight: torch.Tensor
-    epsilon: float
-    from_codes: bool = False
+__all__ = ["Norm", "Projection", "gated_mlp", "project"]
 
 
 def project(
@@ -89,8 +76,10 @@ def gated_mlp(
     gate(x) and up(x) are kept as codes per token.
     """
     adapters = [part for projection in (gate, up, down) for part in projection.adapter]
-    settings = norm, (gate, up, down), activation, residual
-    y: torch.Tensor = _GatedMlp.apply(x, *settings, *adapters)  # type: ignore[no-untyped-call]
+    left: list[_Left] = []
+    settings = norm, (gate, up, down), activation, residual, left
+    stand_in = _GatedMlp.apply(x, *settings, *adapters)  # type: ignore[no-untyped-call]
+    y: torch.Tensor = _LastProduct.apply(stand_in, left.pop())  # type: ignore[no-untyped-call]
     return y
 
 
@@ -106,32 +95,44 @@ class _Project(torch.autograd.Function):
         *adapters: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         flat = _matrix(x)
-        q, rstd = _quantize_input(flat, norm, projections, _room(flat.shape[1], projections))
-        outputs, low = _outputs(q, projections, x.dtype)
+        q, rstd = quantize_input(flat, norm, projections, room_of(flat.shape[1], projections))
+        operand = operand_of(q, projections, x.dtype)
+        outputs = products_of(operand, projections, x.dtype)
         ctx.norm, ctx.projections, ctx.shape, ctx.dtype = norm, projections, x.shape, x.dtype
         kept = (None, None) if x_stays else (q.codes, q.scale)
         x_kept = flat if x_stays or _needs_x(norm, projections) else None
-        ctx.save_for_backward(x_kept, rstd, *kept, low, *adapters)
+        ctx.save_for_backward(x_kept, rstd, *kept, *operand.kept, *adapters)
         results = tuple(y.reshape(*x.shape[:-1], y.shape[1]) for y in outputs)
         return (*results, x.view_as(x)) if pass_on else results
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        x, rstd, codes, scale, low, *adapters = ctx.saved_tensors
+        x, rstd, codes, scale, low, a_codes, a_unit, *adapters = ctx.saved_tensors
         projections = _with_adapters(ctx.projections, adapters)
         flat = [_matrix(grad) for grad in grads]
         residual = flat.pop() if len(flat) > len(projections) else None
         if codes is None:
-            q = _quantize_input(x, ctx.norm, projections, 0)[0]
+            q = quantize_input(x, ctx.norm, projections, 0)[0]
         else:
-            q = _quantized(codes, scale, projections)
-        steps = _Backward(projections, flat, q, low, ctx.dtype)
+            q = kept_input(codes, scale, projections)
+        steps = _Backward(projections, flat, kept_operand(q, low, a_codes, a_unit), ctx.dtype)
         dx = steps.input_gradient() if ctx.needs_input_grad[0] else None
         dx = _through_norm(dx, x, q, ctx.norm, rstd, ctx.shape, residual)
         return dx, None, None, None, None, *steps.adapter_gradients(ctx.needs_input_grad[5:])
 
 
+@dataclass(frozen=True)
+class _Left:
+    """What an MLP leaves to its last product."""
+
+    operand: Operand
+    down: Projection
+    residual: torch.Tensor | None
+
+
 class _GatedMlp(torch.autograd.Function):
+    """Forward all but the last product, backward all of it. The result has the shape of the MLP's and no values."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -140,40 +141,57 @@ class _GatedMlp(torch.autograd.Function):
         projections: tuple[Projection, Projection, Projection],
         activation: str,
         residual: bool,
+        left: list[_Left],
         *adapters: torch.Tensor,
     ) -> torch.Tensor:
         flat, (gate, up, down) = _matrix(x), projections
-        q, rstd = _quantize_input(flat, norm, (gate, up), _room(flat.shape[1], (gate, up)))
-        (gated, upper), low = _outputs(q, (gate, up), x.dtype)
-        h, *kept = _steps((gate,)).gated(gated, upper, activation, spare=_room(gated.shape[1], (down,)))
+        q, rstd = quantize_input(flat, norm, (gate, up), room_of(flat.shape[1], (gate, up)))
+        first = operand_of(q, (gate, up), x.dtype)
+        gated, upper = products_of(first, (gate, up), x.dtype)
+        h, *kept = steps_of((gate,)).gated(gated, upper, activation, spare=room_of(gated.shape[1], (down,)))
         del gated, upper
-        (y,), low_down = _outputs(h, (down,), x.dtype)
-        if residual:
-            y += flat
+        last = operand_of(h, (down,), x.dtype)
+        left.append(_Left(last, down, flat if residual else None))
         ctx.norm, ctx.projections, ctx.activation = norm, projections, activation
         ctx.shape, ctx.dtype, ctx.residual = x.shape, x.dtype, residual
         quantized = [part for value in (q, h, *kept) for part in (value.codes, value.scale)]
-        ctx.save_for_backward(flat if _needs_x(norm, (gate,)) else None, rstd, *quantized, low, low_down, *adapters)
-        return y.reshape(*x.shape[:-1], y.shape[1])
+        quantized += [*first.kept, *last.kept]
+        ctx.save_for_backward(flat if _needs_x(norm, (gate,)) else None, rstd, *quantized, *adapters)
+        return x.new_empty(()).expand(*x.shape[:-1], down.weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         x, rstd, *rest = ctx.saved_tensors
-        q, h, gate, up = (_quantized(rest[i], rest[i + 1], ctx.projections) for i in (0, 2, 4, 6))
-        low, low_down, *adapters = rest[8:]
+        q, h, gate, up = (kept_input(rest[i], rest[i + 1], ctx.projections) for i in (0, 2, 4, 6))
+        kept, kept_down, adapters = rest[8:11], rest[11:14], rest[14:]
         *inner, down = _with_adapters(ctx.projections, adapters)
-        needs, dy = ctx.needs_input_grad[5:], _matrix(grad)
+        needs, dy = ctx.needs_input_grad[6:], _matrix(grad)
         # What is as wide as the MLP lives as briefly as it can: this is where memory peaks.
-        last = _Backward([down], [dy], h, low_down, ctx.dtype)
+        last = _Backward([down], [dy], kept_operand(h, *kept_down), ctx.dtype)
         of_down = last.adapter_gradients(needs[4:])
-        dh, columns, room = last.input_gradient(), _row_scales(inner), _room(2 * h.shape[1], inner)
-        backward = _steps(inner).gated_backward
+        dh, columns, room = last.input_gradient(), row_scales(inner), room_of(2 * h.shape[1], inner)
+        backward = steps_of(inner).gated_backward
         dgate, dup, quantized = backward(dh, gate, up, columns, ctx.activation, spare=room, reuse=True)
-        first = _Backward(inner, [dgate, dup], q, low, ctx.dtype, quantized)
+        first = _Backward(inner, [dgate, dup], kept_operand(q, *kept), ctx.dtype, quantized)
         del dh, dgate, dup, quantized
         dx = first.input_gradient() if ctx.needs_input_grad[0] else None
         dx = _through_norm(dx, x, q, ctx.norm, rstd, ctx.shape, dy if ctx.residual else None)
-        return (dx, *[None] * 4, *first.adapter_gradients(needs[:4]), *of_down)
+        return (dx, *[None] * 5, *first.adapter_gradients(needs[:4]), *of_down)
+
+
+class _LastProduct(torch.autograd.Function):
+    """Keeps nothing for backward: checkpointing, which stops once it has what was kept, does not run it again."""
+
+    @staticmethod
+    def forward(ctx: Any, stand_in: torch.Tensor, left: _Left) -> torch.Tensor:
+        (y,) = products_of(left.operand, (left.down,), stand_in.dtype)
+        if left.residual is not None:
+            y += left.residual
+        return y.reshape(stand_in.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        return grads[0], None
 
 
 class _Backward:
@@ -186,33 +204,32 @@ class _Backward:
         self,
         projections: Sequence[Projection],
         grads: Sequence[torch.Tensor],
-        q: ScaledTensor,
-        low: torch.Tensor | None,
+        operand: Operand,
         dtype: torch.dtype,
         quantized: ScaledTensor | None = None,
     ) -> None:
-        self.projections, self.grads, self.q, self.dtype = projections, grads, q, dtype
+        self.projections, self.grads, self.operand, self.dtype = projections, grads, operand, dtype
         self.quantized = quantized
-        self.adapters = _adapters(projections)
-        self.low_gradient = grads[0].new_empty(len(grads[0]), _rank(projections))  # of x A^T
+        self.adapters = adapters_of(projections)
+        self.low_gradient = grads[0].new_empty(len(grads[0]), rank_of(projections))  # of x A^T
         self.of_b: list[torch.Tensor] = []
         for adapter in self.adapters:
             dy = grads[adapter.index]
             torch.mm(dy, adapter.b.to(dtype), out=self.low_gradient[:, adapter.columns])
-            self.of_b.append(dy.mT @ cast(torch.Tensor, low)[:, adapter.columns])
+            self.of_b.append(dy.mT @ cast(torch.Tensor, operand.low)[:, adapter.columns])
 
     def input_gradient(self) -> torch.Tensor:
         quantized, self.quantized = self.quantized, None
         codes = [p.weight.codes for p in self.projections]
-        room = _room(sum(len(part) for part in codes), self.projections)
+        room = room_of(sum(len(part) for part in codes), self.projections)
         if quantized is None:
-            columns = _row_scales(self.projections)
-            quantized = _steps(self.projections).quantize_tokens(*self.grads, columns=columns, spare=room)[0]
+            columns = row_scales(self.projections)
+            quantized = steps_of(self.projections).quantize_tokens(*self.grads, columns=columns, spare=room)[0]
         if room:
-            downs = _downs(self.adapters)
+            downs = self.operand.downs or downs_of(self.adapters)
             quantized = adapter_columns.append_gradients(quantized, self.low_gradient, downs)
             codes.append(downs.codes)
-        if _by_blocks(self.projections):
+        if by_blocks(self.projections):
             weight = groups.transposed(codes, [p.weight.scale for p in self.projections])
             return groups.product(quantized, weight, self.dtype)
         dx = native.product_with_codes(quantized, fused.transposed(*codes), self.dtype)
@@ -225,105 +242,17 @@ class _Backward:
         found: list[torch.Tensor | None] = [None] * len(needed)
         if not self.adapters or not any(needed):
             return found
-        together = adapter_columns.sums_over_tokens(self.low_gradient, self.q)  # one pass over x for all of them
+        together = adapter_columns.sums_over_tokens(
+            self.low_gradient, self.operand.q
+        )  # one pass over x for all of them
         for adapter, db in zip(self.adapters, self.of_b, strict=True):
             found[2 * adapter.index] = (together[adapter.columns] * adapter.scaling).to(adapter.a.dtype)
             found[2 * adapter.index + 1] = db.to(adapter.b.dtype)
         return found
 
 
-@dataclass(frozen=True)
-class _Adapter:
-    """The adapter of projection `index`; its rank takes `columns` of what belongs to all adapters of a group."""
-
-    index: int
-    a: torch.Tensor
-    b: torch.Tensor
-    scaling: float
-    columns: slice
-
-
-def _adapters(projections: Sequence[Projection]) -> list[_Adapter]:
-    found: list[_Adapter] = []
-    begin = 0
-    for index, p in enumerate(projections):
-        if p.a is not None and p.b is not None:
-            found.append(_Adapter(index, p.a, p.b, p.scaling, slice(begin, begin + len(p.a))))
-            begin += len(p.a)
-    return found
-
-
-def _rank(projections: Sequence[Projection]) -> int:
-    return sum(len(p.a) for p in projections if p.a is not None)
-
-
-def _room(k: int, projections: Sequence[Projection]) -> int:
-    """The columns that a product over k is given for the adapters."""
-    rank = _rank(projections)
-    return adapter_columns.room_for(k, rank, projections[0].weight) if rank else 0
-
-
-def _downs(adapters: Sequence[_Adapter]) -> adapter_columns.Downs:
-    return adapter_columns.encode_downs([adapter.a for adapter in adapters], [adapter.scaling for adapter in adapters])
-
-
-def _outputs(
-    q: ScaledTensor, projections: Sequence[Projection], dtype: torch.dtype
-) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-    """y [M, N_i], and scaling * x A^T [M, R] of all adapters beside each other. q has `_room` behind its rows."""
-    adapters = _adapters(projections)
-    room = _room(q.shape[1], projections)
-    weights = [p.weight for p in projections]
-    low = None
-    if room:
-        downs = _downs(adapters)
-        q, low = adapter_columns.append_products(q, downs, dtype)
-        for adapter in adapters:
-            w = weights[adapter.index]
-            weights[adapter.index] = adapter_columns.extended(w, adapter.b, adapter.columns.start, downs)
-    elif adapters:
-        parts = fused.low_rank(q, [adapter.a for adapter in adapters], dtype)
-        low = torch.cat([part * adapter.scaling for part, adapter in zip(parts, adapters, strict=True)], dim=1)
-    product = groups.product if _by_blocks(projections) else native.scaled_mm
-    outputs = [product(_narrow(q, w), w, dtype) for w in weights]
-    for y, p in zip(outputs, projections, strict=True):
-        if p.bias is not None:
-            y += p.bias.to(dtype)
-    if low is not None and not room:
-        for adapter in adapters:
-            outputs[adapter.index].addmm_(low[:, adapter.columns], adapter.b.to(dtype).mT)
-    return outputs, low
-
-
-def _narrow(q: ScaledTensor, w: ScaledTensor) -> ScaledTensor:
-    """q without the columns that a weight without an adapter lacks."""
-    codes = q.codes[:, : w.shape[1]]
-    return ScaledTensor(codes, q.scale[:, : q.granularity.scale_shape(tuple(codes.shape))[1]], q.spec, q.granularity)
-
-
-def _by_blocks(projections: Sequence[Projection]) -> bool:
-    return isinstance(projections[0].weight.granularity, PerBlock)
-
-
-def _steps(projections: Sequence[Projection]) -> Any:
-    """The functions that quantize as the weights need it: a module, octavo.ops.groups or octavo.ops.fused."""
-    return groups if _by_blocks(projections) else fused
-
-
-def _quantized(codes: torch.Tensor, scale: torch.Tensor, projections: Sequence[Projection]) -> ScaledTensor:
-    granularity = groups.GROUP if _by_blocks(projections) else _PER_TOKEN
-    return ScaledTensor(codes, scale, projections[0].weight.spec, granularity)
-
-
-def _quantize_input(x: torch.Tensor, norm: Norm | None, projections: Sequence[Projection], room: int) -> _Input:
-    quantize = _steps(projections).quantize_tokens
-    if norm is None:
-        return cast(_Input, quantize(x, spare=room))
-    return cast(_Input, quantize(x, columns=norm.weight.float(), epsilon=norm.epsilon, spare=room))
-
-
 def _needs_x(norm: Norm | None, projections: Sequence[Projection]) -> bool:
-    return norm is not None and (not norm.from_codes or _by_blocks(projections))
+    return norm is not None and (not norm.from_codes or by_blocks(projections))
 
 
 def _through_norm(
@@ -343,11 +272,6 @@ def _through_norm(
     elif residual is not None:
         dx += residual
     return dx.reshape(shape)
-
-
-def _row_scales(projections: Sequence[Projection]) -> torch.Tensor | None:
-    """The scales of the rows of all weights, one after the other, float32; None where they have no such."""
-    return None if _by_blocks(projections) else torch.cat([p.weight.per_row().scale.flatten() for p in projections])
 
 
 def _with_adapters(projections: Sequence[Projection], adapters: Sequence[torch.Tensor | None]) -> list[Projection]:

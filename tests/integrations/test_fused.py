@@ -193,7 +193,7 @@ def test_what_the_fused_layers_do_not_give_is_not_lost(everywhere, plain, case):
 
 
 def test_checkpointing_changes_nothing(everywhere):
-    model = build()
+    model = build().train()
     want, want_grads = step(model)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.enable_input_require_grads()

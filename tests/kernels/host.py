@@ -37,16 +37,14 @@ TYPES = {
 
 
 @cache
-def build(folder: Path, source: str, kinds: tuple[type, ...]) -> ctypes.CDLL:
+def build(folder: Path, entry: str, source: str, kinds: tuple[type, ...]) -> ctypes.CDLL:
     """kinds: of the kernel's arguments, one of TYPES or torch.Tensor (an address)."""
     names = [f"p{i}" for i in range(len(kinds))]
     declared = [
         f"{TYPES[kind][0] if kind in TYPES else 'void*'} {name}" for kind, name in zip(kinds, names, strict=True)
     ]
     passed = [name if kind in TYPES else f"Address{{{name}}}" for kind, name in zip(kinds, names, strict=True)]
-    text = PROGRAM.format(
-        source=source, parameters=", ".join(declared), entry=loader.ENTRY, arguments=", ".join(passed)
-    )
+    text = PROGRAM.format(source=source, parameters=", ".join(declared), entry=entry, arguments=", ".join(passed))
     stem = folder / hashlib.sha256(text.encode()).hexdigest()[:16]
     stem.with_suffix(".cpp").write_text(text)
     command = [str(COMPILER), "-std=c++17", "-O1", "-fno-strict-aliasing", "-w", "-shared", "-fPIC"]
@@ -58,7 +56,7 @@ def build(folder: Path, source: str, kinds: tuple[type, ...]) -> ctypes.CDLL:
 def launch(folder: Path, variant: loader.Variant, grid: tuple[int, ...], threads: int, arguments: Any) -> None:
     """What `loader.launch` does, on CPU tensors."""
     kinds = tuple(type(a) if isinstance(a, np.generic) else torch.Tensor for a in arguments)
-    library = build(folder, variant.text, kinds)
+    library = build(folder, variant.entry, variant.text, kinds)
     values = [
         TYPES[type(a)][1](TYPES[type(a)][2](a))
         if isinstance(a, np.generic)

@@ -3,10 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from octavo.formats.granularity import PerBlock, PerGroup, PerRow, PerTensor
 from octavo.formats.reference import dequantize_ref, quantize_ref
 from octavo.formats.spec import E4M3
+from octavo.ops import native
 from octavo.ops.lora import Norm, Projection, gated_mlp, project
 from octavo.testing import FLOOR_DB, sqnr_db
 
@@ -122,7 +124,7 @@ def test_gated_mlp(normed, activation):
     ids=["plain", "norm", "norm-from-codes", "x-stays"],
 )
 def test_what_is_kept_for_backward(normed, x_stays, codes, sixteen):
-    """Codes of the input or itself, both only where the norm needs it, and the adapters' small products."""
+    """Codes of the input or itself, both only where the norm needs it, the adapters' small products and codes of A."""
     kept = []
     p, x = projection(48, 64, 0), inputs(64).requires_grad_()
 
@@ -133,7 +135,7 @@ def test_what_is_kept_for_backward(normed, x_stays, codes, sixteen):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         project(x, [p], norm_of(normed, 64), x_stays=x_stays)
     values = {dtype: sum(t.numel() for t in kept if t.dtype == dtype) for dtype in (torch.uint8, torch.bfloat16)}
-    assert values == {torch.uint8: 15 * 64 * codes, torch.bfloat16: 15 * (64 * sixteen + 4)}
+    assert values == {torch.uint8: 15 * 64 * codes + 128 * 64, torch.bfloat16: 15 * (64 * sixteen + 4)}
     assert not x_stays or any(t.data_ptr() == x.data_ptr() for t in kept), "no copy of it"
 
 
@@ -161,6 +163,29 @@ def test_residuals_are_those_of_autograd():
         assert torch.equal(together, apart)
         for mine, theirs in zip(found, torch.autograd.grad(apart, [x, *parts], grad), strict=True):
             assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_the_last_product_is_not_run_again(monkeypatch, residual):
+    """Under checkpointing, with the same bits."""
+    gate, up, down = projection(96, 64, 0), projection(96, 64, 1), projection(64, 96, 2)
+    x, widths, run = inputs(64).requires_grad_(), [], native.scaled_mm
+
+    def record(a, b, *options):
+        widths.append(b.shape[0])
+        return run(a, b, *options)
+
+    def block(x):
+        return gated_mlp(x, gate, up, down, "silu", Norm(torch.ones(64), 1e-5), residual=residual)
+
+    parts = [x, *(part for p in (gate, up, down) for part in p.adapter)]
+    want = torch.autograd.grad(block(x).sum(), parts)
+    monkeypatch.setattr(native, "scaled_mm", record)
+    y = checkpoint(block, x, use_reentrant=False)
+    assert widths == [96, 96, 64]
+    found = torch.autograd.grad(y.sum(), parts)
+    assert widths[3:] == [96, 96, 96, 64], "gate and up again, then the gradients of both inputs"
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, want, strict=True))
 
 
 @pytest.mark.parametrize("power", [-24, 24])

@@ -26,7 +26,6 @@ from octavo.base.packages import pip_line, version_of
 from octavo.base.report import atomic_write
 
 SOURCES = Path(__file__).parent
-ENTRY = "octavo_kernel"
 _IMPORTING = Lock()
 STATIC_SHARED = 48 << 10  # bytes of shared memory that a block gets without asking
 # A kernel that spills, keeps local arrays or computes in FP64 is a mistake, on any GPU: it does not compile.
@@ -45,10 +44,15 @@ class Variant:
     shared: int = 0
 
     @property
+    def entry(self) -> str:
+        """The kernel's name, which profilers show: `octavo_gated` of gated.cu."""
+        return f"octavo_{self.source.removesuffix('.cu')}"
+
+    @property
     def text(self) -> str:
         """The whole source as one text: macros first, `#include "x.cuh"` replaced by the file."""
         body = _inlined(self.source)
-        return "".join(f"#define {name} {value}\n" for name, value in (*self.defines, ("NAME", ENTRY))) + body
+        return "".join(f"#define {name} {value}\n" for name, value in (*self.defines, ("NAME", self.entry))) + body
 
     def __str__(self) -> str:
         return f"{self.source} ({', '.join(f'{name}={value}' for name, value in self.defines)})"
@@ -92,7 +96,7 @@ def load(variant: Variant, sm: tuple[int, int]) -> Any:
         atomic_write(path, hashlib.sha256(code).digest() + code)
     try:
         opened = ObjectCode.from_cubin(code) if arch.startswith("sm_") else ObjectCode.from_ptx(code)
-        return opened.get_kernel(ENTRY)
+        return opened.get_kernel(variant.entry)
     except Exception as error:
         if type(error).__name__ != "CUDAError":
             raise
@@ -124,19 +128,29 @@ def launch(
     arguments: tensors and None are passed as addresses, numpy scalars as they are. overlap: may start before the kernel
     before has ended (device.cuh, wait_for_previous_kernel).
     """
-    core, device = _core(), x.device
-    with torch.cuda.device(device):  # the device of x need not be the current one
-        sm = torch.cuda.get_device_capability(device)
-        kernel = load(variant, sm)
-        if variant.shared > STATIC_SHARED:
-            _allow_shared(variant, torch.cuda.current_device())
-        stream = _stream(torch.cuda.current_stream(device).cuda_stream)
-        addresses = [_address(argument) for argument in arguments]
-        early: dict[str, Any] = {"programmatic_stream_serialization": True} if overlap and may_overlap(sm) else {}
-        config = core.LaunchConfig(grid=grid, block=threads, shmem_size=variant.shared, **early)
-        core.launch(stream, config, kernel, *addresses)
-        if env().debug_sync:
-            _check(variant, grid, arguments, device)
+    device = x.device
+    if device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            launch(variant, grid, threads, arguments, x, overlap)
+        return
+    kernel, config = _prepared(variant, grid, threads, overlap, device)
+    stream = _stream(torch.cuda.current_stream(device).cuda_stream)
+    _core().launch(stream, config, kernel, *[_address(argument) for argument in arguments])
+    if env().debug_sync:
+        _check(variant, grid, arguments, device)
+
+
+@lru_cache(maxsize=4096)
+def _prepared(
+    variant: Variant, grid: tuple[int, ...], threads: int, overlap: bool, device: torch.device
+) -> tuple[Any, Any]:
+    """The kernel and how it is launched on `device`, which is the current one. Kept: most launches repeat."""
+    sm = torch.cuda.get_device_capability(device)
+    kernel = load(variant, sm)
+    if variant.shared > STATIC_SHARED:
+        _allow_shared(variant, torch.cuda.current_device())
+    early: dict[str, Any] = {"programmatic_stream_serialization": True} if overlap and may_overlap(sm) else {}
+    return kernel, _core().LaunchConfig(grid=grid, block=threads, shmem_size=variant.shared, **early)
 
 
 def may_overlap(sm: tuple[int, int]) -> bool:
