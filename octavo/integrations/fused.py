@@ -215,7 +215,7 @@ def norm_of(norm: nn.Module | None, offset: float = 0.0) -> Norm | None:
         return None
     weight = cast(torch.Tensor, norm.weight)
     epsilon = getattr(norm, "variance_epsilon", None) or norm.eps
-    state = weight._version, weight.data_ptr(), weight.device
+    state = weight._version, weight.dtype, weight.device
     seen, then, scale, suffice = norm.__dict__.get(SCALE) or (_Seen(), None, weight, False)
     if not seen.is_(weight) or then != state:  # made once; and the answer waits for the GPU
         scale = weight.detach().float() + offset
