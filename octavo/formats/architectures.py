@@ -100,6 +100,8 @@ FUSED_DECODERS = {
     "gemma": DecoderLayer(norm_offset=1.0, plain=True),
     **dict.fromkeys(("gemma2", "gemma3_text"), _SANDWICH),
 }
+# Classes of Transformers that derive from nn.Linear and compute the same; other subclasses may not.
+PLAIN_LINEARS = frozenset({"FalconLinear"})
 # GPT-2's Conv1D stores its matrices as [in, out]: neither a row nor a block of such a file is what engines multiply.
 CONV1D_TYPES = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer"})
 

@@ -17,6 +17,7 @@ from octavo.base.errors import CheckpointError, ConfigError
 from octavo.base.log import logger
 from octavo.formats.recipe import Recipe
 from octavo.formats.rule import Assignment, Rule
+from octavo.modules.convert import is_plain
 from octavo.modules.experts import NAMES
 from octavo.store.schema import SCALE_NAMES, StoredScheme, parse_quantization_config, read_scaled
 from octavo.store.tensors import Checkpoint
@@ -93,7 +94,7 @@ def make_plan(
         _take_stored(plan, checkpoint)
     mode = activation or recipe.activation
     tied = _tied(model)
-    linears = {n: m for n, m in model.named_modules() if n and type(m) is nn.Linear and f"{n}.weight" not in tied}
+    linears = {n: m for n, m in model.named_modules() if n and is_plain(m) and f"{n}.weight" not in tied}
     decisions = recipe.assign({f"{n}.weight": tuple(m.weight.shape) for n, m in linears.items()})
     for name in linears:
         _plan_linear(plan, name, decisions[name], activation)

@@ -70,7 +70,20 @@ def open_model(
         return _open_run(RunFolder(Path(name)), recipe, activation, scales, device, dtype)
     folder = resolve_model(name)
     model = load_base(folder, recipe, device=device, dtype=dtype, activation=activation, scales=scales, moments=moments)
+    _require_finite(model, folder)
     return Opened(model.eval(), load_tokenizer(folder), folder)
+
+
+def _require_finite(model: nn.Module, folder: Path) -> None:
+    """CheckpointError that names the weight: what is computed with it is NaN everywhere."""
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point() or not parameter.numel():
+            continue
+        if not bool(torch.isfinite(torch.stack(parameter.detach().aminmax())).all()):
+            bad = torch.nonzero(~torch.isfinite(parameter.detach()))[0].tolist()
+            got = f"{float(parameter.detach()[tuple(bad)])} at {bad}"
+            fix = "Training diverged, or the file is damaged: take an earlier checkpoint."
+            raise CheckpointError(f"{folder}: tensor {name}", got=got, need="finite weights", fix=fix)
 
 
 def load_merged(folder: Path, recipe: Recipe, *, device: str | None, dtype: torch.dtype) -> PreTrainedModel:
@@ -239,8 +252,10 @@ def show_experts(model: nn.Module) -> None:
 
 def decoder(model: nn.Module) -> nn.Module:
     """The stack of layers of a causal language model, without its head; of a wrapper, that of its text model."""
-    found: nn.Module = cast(Any, model).get_decoder()
-    return found
+    found: Any = cast(Any, model).get_decoder()
+    while found.get_output_embeddings() is not None:  # some classes call all of themselves the decoder
+        found = found.base_model if found.base_model is not found else found.model
+    return cast(nn.Module, found)
 
 
 def _cached(model: nn.Module, cache: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from torch import nn
 
 from octavo.base.errors import ConfigError, require_type
 from octavo.base.log import logger
-from octavo.formats.architectures import fused_group
+from octavo.formats.architectures import PLAIN_LINEARS, fused_group
 from octavo.formats.granularity import PerTensor
 from octavo.formats.recipe import Recipe
 from octavo.formats.rule import Assignment, Rule
@@ -41,7 +41,7 @@ def convert(
     require_type("convert: recipe", recipe, Recipe, str)
     chosen = Recipe.named(recipe) if isinstance(recipe, str) else recipe
     mode = activation or chosen.activation
-    linears = {name: module for name, module in model.named_modules() if name and type(module) is nn.Linear}
+    linears = {name: module for name, module in model.named_modules() if name and is_plain(module)}
     decisions = assignments(model, chosen)
     taken = {name: d.rule for name, d in decisions.items() if d.rule is not None and name in linears}
     if not taken:
@@ -72,7 +72,7 @@ def assignments(model: nn.Module, recipe: Recipe) -> dict[str, Assignment]:
         weight = module._parameters.get("weight")
         if weight is not None:
             owners.setdefault(id(weight), []).append(name)
-    shapes = {f"{n}.weight": tuple(m.weight.shape) for n, m in model.named_modules() if type(m) is nn.Linear}
+    shapes = {f"{n}.weight": tuple(m.weight.shape) for n, m in model.named_modules() if is_plain(m)}
     decisions = recipe.assign(shapes)
     for names in owners.values():
         for name in names if len(names) > 1 else ():
@@ -80,6 +80,11 @@ def assignments(model: nn.Module, recipe: Recipe) -> dict[str, Assignment]:
                 reason = f"shares its weight with {', '.join(n for n in names if n != name)}"
                 decisions[name] = Assignment(None, decisions[name].role, reason)
     return decisions
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether a module is a linear layer and nothing more."""
+    return type(module) is nn.Linear or type(module).__name__ in PLAIN_LINEARS
 
 
 def _shared_scales(linears: Mapping[str, nn.Linear], taken: Mapping[str, Rule]) -> dict[str, torch.Tensor]:

@@ -284,7 +284,8 @@ class TokenWeights(_Watch):
                 if not norms:
                     continue
                 x, norm = together[0].x, torch.stack(norms).sum(0).cpu()
-                for sample, its in zip(x, norm, strict=True) if x.dim() == 3 else [(x, norm)]:
+                whole = [(x, norm)] if x.dim() < 3 else zip(x.flatten(1, -2), norm.flatten(1), strict=True)
+                for sample, its in whole:
                     self._use(key, sample, self._capped(key, its))
 
     def _capped(self, key: str, weight: torch.Tensor) -> torch.Tensor:

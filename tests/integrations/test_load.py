@@ -13,6 +13,7 @@ from octavo.base.errors import CheckpointError, ConfigError, MismatchError, Refu
 from octavo.formats.reference import quantize_ref
 from octavo.modules.experts import FrozenFloat8Experts
 from octavo.modules.frozen import FrozenFloat8Linear
+from octavo.workflows.quantize import QuantizeConfig, quantize_checkpoint
 
 IDS = torch.arange(24).view(2, 12) * 7 % 256
 
@@ -188,6 +189,17 @@ def test_mixtral_keeps_the_names_of_its_files(save_tiny, tmp_path):
     assert f"{expert}.w1.weight" in names
     assert torch.equal(saved[f"{expert}.w1.weight_scale"], saved[f"{expert}.w3.weight_scale"])
     assert_same_codes(model, octavo.load(tmp_path, device="cpu"))
+
+
+def test_a_familys_own_linear_layers(save_tiny, tmp_path):
+    """Falcon's derive from nn.Linear; what octavo quantize takes by its name, octavo.load takes too."""
+    from transformers import FalconConfig
+
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "bos_token_id": 0, "eos_token_id": 0}
+    folder = save_tiny(FalconConfig(vocab_size=264, **sizes))
+    quantize_checkpoint(QuantizeConfig(model=str(folder), out=tmp_path / "out"))
+    assert len(float8_modules(octavo.load(folder, "channel", device="cpu"))) == 4
+    assert_same_codes(octavo.load(tmp_path / "out", device="cpu"), octavo.load(folder, "channel", device="cpu"))
 
 
 def test_vision_tower_stays_in_16_bit(tiny_vlm, tmp_path):

@@ -147,10 +147,11 @@ def test_one_loud_token_does_not_drown_the_others(block, before):
     assert found[-1][0] == everything.max() <= 1.1 * MOST_WEIGHT * everything.mean()
 
 
-def test_samples_that_pass_together_are_told_apart(block):
+@pytest.mark.parametrize("shape", [(3, 5, 8), (3, 1, 5, 8)], ids=["tokens", "tokens of one head, as in MLA"])
+def test_samples_that_pass_together_are_told_apart(block, shape):
     samples = torch.randn(3, 1, 5, 8, requires_grad=True)
     apart = weights_of(block, GROUPS, *(lambda x=x: block(x).square().sum().backward() for x in samples))
-    together = weights_of(block, GROUPS, lambda: block(samples[:, 0]).square().sum().backward())
+    together = weights_of(block, GROUPS, lambda: block(samples.view(shape)).square().sum().backward())
     for one, other in zip(apart, together, strict=True):
         for key, found in one.items():
             torch.testing.assert_close(found, other[key])

@@ -195,15 +195,16 @@ def test_same_input_same_file(llama, data, tmp_path):
     assert first == again
 
 
-def test_nan_names_the_layer_and_writes_nothing(tiny_llama, data, tmp_path):
+@pytest.mark.parametrize("moments", [False, True], ids=["scales", "moments"])
+def test_nan_names_the_weight_and_writes_nothing(tiny_llama, data, tmp_path, moments):
     broken = tmp_path / "broken"
     shutil.copytree(tiny_llama, broken)
     file = broken / "model.safetensors"
     tensors = safetensors.torch.load_file(file)
     tensors["model.layers.0.self_attn.o_proj.weight"][3, 5] = torch.nan
     safetensors.torch.save_file(tensors, file, {"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"inputs of model.layers.0.mlp.gate_proj; got NaN"):
-        run(broken, data, tmp_path / "out" / "scales.json")
+    with pytest.raises(CheckpointError, match=r"layers\.0\.self_attn\.o_proj\.weight; got nan at \[3, 5\]"):
+        run(broken, data, tmp_path / "out" / "scales.json", moments=tmp_path / "out" / "moments" if moments else None)
     assert not (tmp_path / "out").exists()
 
 

@@ -8,10 +8,12 @@ from octavo.formats.architectures import role
 from octavo.formats.reference import dequantize_ref, quantize_ref
 from octavo.formats.spec import E4M3
 from octavo.modules.sensitivity import SCHEMES
+from octavo.store.moments import Moments
 from octavo.store.scales import Scales
 from octavo.store.tensors import Checkpoint
 from octavo.workflows.calibrate import CalibrateConfig, calibrate
 from tests.conftest import TINY
+from tests.workflows.architectures import build
 
 MOE = {"hidden_size": 64, "num_experts_per_tok": 2, "tie_word_embeddings": False, **TINY}
 MLA = {
@@ -34,6 +36,8 @@ MLA = {
 def config(name):
     import transformers
 
+    if name == "Llama4":
+        return build("llama4", "ragged")
     own = {
         "Mixtral": {"intermediate_size": 48, "num_local_experts": 4, **MOE},
         "GptOss": {"intermediate_size": 48, "num_local_experts": 4, "sliding_window": 16, **MOE},
@@ -45,7 +49,7 @@ def config(name):
 
 @pytest.fixture(scope="module")
 def calibrated(save_tiny, tmp_path_factory):
-    """name -> (folder, scales), made once."""
+    """name -> (folder, scales, moments), made once."""
     cache = {}
     data = tmp_path_factory.mktemp("data") / "text.txt"
     data.write_text("The quick brown fox jumps over the lazy dog; 17 wizards vex a jumbled box of grapes. " * 10)
@@ -53,8 +57,9 @@ def calibrated(save_tiny, tmp_path_factory):
     def run(name):
         if name not in cache:
             folder, out = save_tiny(config(name), name), tmp_path_factory.mktemp("scales") / "scales.json"
-            calibrate(CalibrateConfig(model=str(folder), data=str(data), out=out, samples=4, context=64))
-            cache[name] = folder, Scales.load(out, model=folder)
+            settings = {"samples": 4, "context": 64, "moments": out.with_name("moments")}
+            calibrate(CalibrateConfig(model=str(folder), data=str(data), out=out, **settings))
+            cache[name] = folder, Scales.load(out, model=folder), Moments.open(settings["moments"], model=folder)
         return cache[name]
 
     return run
@@ -62,17 +67,25 @@ def calibrated(save_tiny, tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["Mixtral", "DeepseekV3"])
 def test_one_tensor_an_expert_by_the_names_on_disk(calibrated, name):
-    folder, scales = calibrated(name)
+    folder, scales, _ = calibrated(name)
     checkpoint = Checkpoint.open(folder)
     stored = {n.removesuffix(".weight") for n, s in checkpoint.shapes().items() if role(n, s) in ("linear", "expert")}
     assert set(scales.modules) | set(scales.unseen) == stored
     assert_weights_are(scales, lambda module: checkpoint.get(f"{module}.weight"))
 
 
+@pytest.mark.parametrize("name", ["Mixtral", "DeepseekV3", "Llama4"])
+def test_moments_are_of_every_linear(calibrated, name):
+    """Latent attention gives linears a dimension more; Llama 4's wrapper has a language model with its head inside."""
+    _, scales, moments = calibrated(name)
+    assert set(moments.index.modules) | set(moments.index.few) >= set(scales.modules)
+    assert len(moments.index.modules) > len(moments.index.few)
+
+
 @pytest.mark.parametrize("name", ["GptOss", "Llama4Text"])
 def test_stacked_experts_stored_transposed(calibrated, name):
     """[E, K, N] in the file, used as x @ W[e]; Llama 4 multiplies all experts with all tokens at once."""
-    folder, scales = calibrated(name)
+    folder, scales, _ = calibrated(name)
     checkpoint = Checkpoint.open(folder)
     experts = [module for module in scales.modules if ".experts." in module]
     assert len(experts) >= 8 and len(experts) + len(scales.unseen) == 2 * 4 * 2
@@ -87,7 +100,7 @@ def test_stacked_experts_stored_transposed(calibrated, name):
 
 
 def test_latent_attention_has_one_scale(calibrated):
-    _, scales = calibrated("DeepseekV3")
+    _, scales, _ = calibrated("DeepseekV3")
     assert list(scales.kv) == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
     assert all(kv.k_scale == kv.v_scale == pytest.approx(kv.k_amax / 448) for kv in scales.kv.values())
 
