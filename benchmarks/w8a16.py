@@ -1,6 +1,6 @@
 """Products of FP8 weights with 16-bit inputs on one GPU, against BF16 cuBLAS and other packages, in one run.
 
-    python benchmarks/w8a16.py [--sweep] [--shapes 28672x4096,...] [--tokens 1,4,16] [--out FILE]
+    python benchmarks/w8a16.py [--sweep [--kinds Ring]] [--shapes 28672x4096,...] [--tokens 1,4,16] [--out FILE]
 
 First correctness (dB against float64 products of the decoded weights), then medians of CUDA graphs whose weights are
 rotated past the L2 cache. --sweep times many plans instead of the one that tiling.py would take, and prints the fastest
@@ -10,6 +10,7 @@ of each kind. gemlite joins where it is installed. OCTAVO_ARCH=80 runs the code 
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import math
@@ -35,7 +36,7 @@ from octavo.formats.reference import dequantize_ref
 from octavo.formats.rule import Rule
 from octavo.formats.scaled import ScaledTensor
 from octavo.kernels.cuda import loader
-from octavo.kernels.plans import Block, Panels, Plan, Ring, Terms, Tokens, plan_dx
+from octavo.kernels.plans import Block, Gpu, Operands, Panels, Plan, Ring, TermBlock, Terms, Tokens, plan_dx, term_block
 from octavo.kernels.tiling import MAX_TOKENS
 from octavo.ops import native, w8a16
 from octavo.ops.quantize import quantize
@@ -53,30 +54,37 @@ LONG = 512  # tokens from which the GPU gets warm: the rival is timed before and
 BEST = 3  # of each kind of plan, in the table of a sweep
 
 
-def few_token_plans(m: int, k: int) -> list[Plan]:
-    """Every tile of w8a16_ring.cu that fits."""
-    found: list[Plan] = []
+def few_token_plans(m: int, n: int, k: int) -> list[Plan]:
+    """Tiles of w8a16_ring.cu that fit, with up to as many blocks as the GPU takes at once and more; two terms."""
+    found: list[Plan] = term_blocks(m, n, k) if m > 1 else []
     shapes = [(1, 1, 8), (1, 1, 16), (1, 2, 4), (1, 2, 8), (2, 1, 8), (2, 1, 16), (2, 2, 8)]
-    for (n, warps_n, warps_k), depth, staged, blocks, overlap in itertools.product(
-        shapes, (2, 3, 4, 6), (0, 1), (1, 2), (0, 1)
+    for (tiles, warps_n, warps_k), depth, staged, blocks in itertools.product(
+        shapes, (2, 3, 4, 5, 6), (0, 1), (1, 2, 3)
     ):
-        ring = Ring(n, -(-m // 8), warps_n, warps_k, depth, staged, blocks, overlap)
-        if ring.dynamic_bytes(m, k) * blocks <= SHARED_BYTES and ring.threads * blocks <= 1024:
+        ring = Ring(tiles, -(-m // 8), warps_n, warps_k, depth, staged, blocks)
+        if ring.dynamic_bytes(m, k) <= SHARED_BYTES and ring.threads * blocks <= 1024:
             found.append(ring)
     return found
 
 
+def term_blocks(m: int, n: int, k: int) -> list[Plan]:
+    """The tile that plans.py takes, and its neighbours."""
+    found = {term_block(m, n, k, Operands(), Gpu((9, 0), loader.limits(torch.device("cuda"))[0], SHARED_BYTES))}
+    for columns, depth, short, splits in itertools.product((224, 128), (4, 5), (2, 4, 8), (1, 2, 4, 8)):
+        if splits * -(-n // columns) * -(-m // 64) <= 1.1 * loader.limits(torch.device("cuda"))[0] or splits == 1:
+            found.add(TermBlock(columns, depth, short, splits))
+    return [block for block in found if block.dynamic_bytes(m, k) <= SHARED_BYTES]
+
+
 def many_token_plans(m: int, n: int, k: int) -> list[Plan]:
     """Tiles of w8a16_tile.cu with parts of K for one or two waves of blocks; two terms; the decoded weight."""
-    found: list[Plan] = [Terms(), *(Panels(size) for size in (1024, 2048, 4096, 8192) if size < n), Panels(1 << 31)]
+    found: list[Plan] = [Terms(), *(Panels(size) for size in (2048, 4096, 8192) if size < n), Panels(1 << 31)]
+    found += term_blocks(m, n, k) if m <= 1024 else []
     shapes = [(2, 4, 4), (2, 4, 8), (2, 8, 4), (2, 8, 7), (2, 8, 8), (4, 4, 4), (1, 8, 8), (4, 8, 4)]
     for (tiles_n, tiles_m, warps), depth in itertools.product(shapes if m <= 512 else [], (3, 4)):
         block = Block(tiles_n, tiles_m, warps, depth)
         blocks = math.prod(block.grid(m, n))
-        room = (
-            max(1, SHARED_BYTES // block.dynamic_bytes(m, k))
-            * torch.cuda.get_device_properties(0).multi_processor_count
-        )
+        room = max(1, SHARED_BYTES // block.dynamic_bytes(m, k)) * loader.limits(torch.device("cuda"))[0]
         splits = {1, max(1, room // blocks), max(1, 2 * room // blocks)}
         if block.dynamic_bytes(m, k) <= SHARED_BYTES:
             found += [replace(block, splits=s) for s in sorted(splits) if s <= min(16, -(-k // 128))]
@@ -121,7 +129,7 @@ def rivals(w: torch.Tensor) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]
     return found
 
 
-def run(n: int, k: int, tokens: list[int], sweep: bool, seconds: float) -> list[dict[str, object]]:
+def run(n: int, k: int, tokens: list[int], sweep: bool, seconds: float, kinds: list[str]) -> list[dict[str, object]]:
     generator = torch.Generator("cuda").manual_seed(0)
     w = torch.randn(n, k, generator=generator, device="cuda", dtype=torch.bfloat16) * 0.02
     copies = max(2, FLUSH_BYTES // (n * k))
@@ -139,7 +147,8 @@ def run(n: int, k: int, tokens: list[int], sweep: bool, seconds: float) -> list[
             rows.append(row("BF16 cuBLAS", rule, m, n, k, base, base, sqnr_db(torch.mm(x, w.mT), exact), ""))
             plans = [w8a16.plan_for(x, weights[0])]
             if sweep:
-                plans = compiled(few_token_plans(m, k) if m <= 16 else many_token_plans(m, n, k), x, weights[0])
+                every = few_token_plans(m, n, k) if m <= 16 else many_token_plans(m, n, k)
+                plans = compiled([p for p in every if not kinds or type(p).__name__ in kinds], x, weights[0])
             found = []
             random.Random(0).shuffle(plans)  # so that whatever the time allows is a fair part
             began = time.monotonic()
@@ -237,14 +246,16 @@ def main() -> int:
     parser.add_argument("--tokens", default="1,4,8,16,64,256,2048,4096,8192")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--seconds", type=float, default=60.0, help="for the plans of one shape and number of tokens")
+    parser.add_argument("--kinds", type=lambda text: text.split(","), default=[], help="of plans in a sweep, e.g. Ring")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    gc.freeze()  # captures collect: what was imported need not be looked at each time
     print(f"torch {torch.__version__}, {caps_of('cuda')}; speed-up over BF16 torch.mm of the same run", flush=True)
     tokens = [int(m) for m in args.tokens.split(",")]
     rows = []
     for shape in args.shapes.split(","):
         n, k = map(int, shape.split("x"))
-        found = run(n, k, tokens, args.sweep, args.seconds)
+        found = run(n, k, tokens, args.sweep, args.seconds, args.kinds)
         table(found)
         sys.stdout.flush()
         rows += found

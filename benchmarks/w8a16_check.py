@@ -23,8 +23,9 @@ from octavo.base.env import env
 from octavo.base.hardware import caps_of
 from octavo.formats.reference import dequantize_ref
 from octavo.kernels.cuda import loader
-from octavo.kernels.plans import Block, Panels, Plan, Ring, Terms
+from octavo.kernels.plans import Block, Operands, Panels, Plan, Ring, TermBlock, Terms, takes_term_blocks, takes_terms
 from octavo.ops import w8a16
+from octavo.ops.backends import gpu_of
 from octavo.testing import FLOOR_DB, assert_sqnr
 
 DEVICE = "cuda"
@@ -34,15 +35,16 @@ MANY_TOKENS = [Block(2, 4, 7, 3), Block(2, 8, 8, 3, splits=3), Block(2, 16, 4, 2
 
 def plans(m: int, dtype: torch.dtype, q: octavo.ScaledTensor) -> list[Plan]:
     """What takes m tokens of this dtype and a weight like q."""
-    block, e4m3, sm = isinstance(q.granularity, PerBlock), q.spec == E4M3, caps_of(DEVICE).sm
-    found: list[Plan] = [plan for plan in FEW_TOKENS if m <= plan.tokens]
+    block, e4m3, (n, k) = isinstance(q.granularity, PerBlock), q.spec == E4M3, q.shape
+    gpu, operands = gpu_of(torch.device(DEVICE)), Operands(dtype == torch.bfloat16, e4m3, 2 if block else 1)
+    found: list[Plan] = [plan for plan in FEW_TOKENS if m <= plan.tokens and plan.dynamic_bytes(m, k) <= gpu.shared]
     for plan in MANY_TOKENS:
         registers = isinstance(plan, Block) and plan.tiles_n * plan.tiles_m <= (16 if block else 32)
         if registers or (isinstance(plan, Panels) and e4m3):
             found.append(plan)
-    multiple = 128 if block else 16
-    fits = dtype == torch.bfloat16 and e4m3 and all(size % multiple == 0 for size in q.shape)
-    return found + ([Terms()] if fits and sm >= ((9, 0) if block else (8, 9)) else [])
+    if takes_term_blocks(k, operands, gpu):
+        found += [TermBlock(128, 4, 1), TermBlock(128, short=1, splits=2), *([] if block else [TermBlock()])]
+    return found + ([Terms()] if takes_terms(n, k, operands, gpu) else [])
 
 
 def one_product(m: int, n: int, k: int, q: octavo.ScaledTensor, dtype: torch.dtype) -> int:

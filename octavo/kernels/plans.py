@@ -6,6 +6,8 @@ What was measured is in ops/table.json: up to how many tokens each way is taken.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
 from typing import ClassVar
 
 from octavo.kernels.tiling import MAX_TOKEN_WIDTH, MAX_TOKENS
@@ -43,13 +45,15 @@ class Operands:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Up to how many tokens the ring, two terms (where they are possible) and tiles are taken.
+    """Up to how many tokens the ring, two terms in our kernel, two terms in torch's (where they are possible) and tiles
+    are taken.
 
     long: tokens from which the weight is decoded `panel` rows at a time; for dX `panel` columns, if there are over
     twice as many.
     """
 
     ring: int = 16
+    term_blocks: int = 0
     terms: int = 0
     tile: int = 128
     long: int = 2048
@@ -163,7 +167,35 @@ class Terms:
     why: ClassVar[str] = "inputs as two E4M3 terms through FP8 tensor cores (split.cu)"
 
 
-Plan = Ring | Block | Terms | Panels
+@dataclass(frozen=True)
+class TermBlock:
+    """A block of w8a16_terms.cu: 64 tokens as two E4M3 terms, `columns` rows of W, steps of 128 of K in a ring.
+
+    short: steps whose sums the tensor cores keep. splits: parts of K that blocks of their own take.
+    """
+
+    columns: int = 224
+    depth: int = 5
+    short: int = 4
+    splits: int = 1
+
+    source = "w8a16_terms.cu"
+    why = "inputs as two E4M3 terms, both through FP8 tensor cores with one look at the codes (w8a16_terms.cu)"
+    threads = 256
+
+    @property
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        return *_defines(self, "columns", "depth", "short"), ("SPLIT", int(self.splits > 1))
+
+    def dynamic_bytes(self, m: int, k: int) -> int:
+        """The ring; at the end the sums of both terms in float32."""
+        return max(self.depth * (self.columns + 128) * 128, 2 * 64 * (self.columns + 8) * 4)
+
+    def grid(self, m: int, n: int) -> tuple[int, int, int]:
+        return -(-m // 64), -(-n // self.columns), self.splits
+
+
+Plan = Ring | Block | TermBlock | Terms | Panels
 
 
 def gpu_named(sm: tuple[int, int]) -> Gpu:
@@ -175,6 +207,8 @@ def plan_product(m: int, n: int, k: int, operands: Operands, gpu: Gpu, tokens: T
     """For m >= 1 tokens and a weight [n, k]."""
     if k % 16 == 0 and m <= min(tokens.ring, MAX_TOKENS):
         return few_tokens(m, k, gpu)
+    if m <= tokens.term_blocks and takes_term_blocks(k, operands, gpu):
+        return term_block(m, n, k, operands, gpu)
     if m <= tokens.terms and takes_terms(n, k, operands, gpu):
         return Terms()
     if k % 16 == 0 and m <= tokens.tile:
@@ -206,6 +240,23 @@ def some_tokens(m: int, n: int, k: int, gpu: Gpu) -> Block:
     rows, groups, _ = block.grid(m, n)
     at_once = min(3, gpu.shared // block.dynamic_bytes(m, k)) * gpu.multiprocessors
     return replace(block, splits=min(16, -(-k // 128), max(1, at_once // (rows * groups))))
+
+
+def term_block(m: int, n: int, k: int, operands: Operands, gpu: Gpu) -> TermBlock:
+    """The quickest by what an H200 can: us of a step by memory, L2 cache and tensor cores, of a wave, of the sums."""
+    steps, found = -(-k // 128), []
+    for columns, splits in product((128,) if operands.scales == 2 else (224, 128), range(1, min(16, steps) + 1)):
+        block = TermBlock(columns, short=1 if operands.scales == 2 else 4, splits=splits)
+        waves = -(-prod(block.grid(m, n)) // gpu.multiprocessors)
+        step = max(columns * 128 / 31800, (columns + 2 * min(m, 64)) * 128 / 41700, columns * 0.53 / 224)
+        sums = 1.5 + (4 * splits + 2) * m * n / 4e6 if splits > 1 else 0.0
+        found.append((waves * (-(-steps // splits) * step + 2.0) + sums, splits, block))
+    return min(found, key=lambda entry: entry[:2])[2]
+
+
+def takes_term_blocks(k: int, operands: Operands, gpu: Gpu) -> bool:
+    """Whether w8a16_terms.cu takes the weight, and x is BF16, whose two terms are exact."""
+    return operands.bf16 and operands.e4m3 and k % 16 == 0 and k <= MAX_TOKEN_WIDTH and gpu.sm == (9, 0)
 
 
 def takes_terms(n: int, k: int, operands: Operands, gpu: Gpu) -> bool:

@@ -16,7 +16,7 @@ from octavo.formats.granularity import PerBlock, PerGroup, PerRow, PerTensor
 from octavo.formats.scaled import ScaledTensor
 from octavo.formats.spec import E4M3
 from octavo.kernels.cuda import loader
-from octavo.kernels.plans import Block, Operands, Panels, Plan, Ring, Terms, plan_dx, plan_product
+from octavo.kernels.plans import Block, Operands, Panels, Plan, Ring, TermBlock, Terms, plan_dx, plan_product
 from octavo.kernels.tiling import row_block
 from octavo.ops import dequant, native
 from octavo.ops.backends import gpu_of, tokens_on
@@ -52,28 +52,31 @@ def product(x: torch.Tensor, w: ScaledTensor, bias: torch.Tensor | None, plan: P
         x = x.contiguous()
     x, codes, scale = _on_16_bytes(x), _on_16_bytes(w.codes.contiguous()), w.scale.contiguous()
     y = x.new_empty(m, n)
-    sizes = np.int32(m), np.int32(n), np.int32(k), np.int64(x.stride(0))
+    sizes = np.int32(m), np.int32(n), np.int32(k)
     kernel = variant(plan, x.dtype, w, m)
     if isinstance(plan, Ring):
-        grid, few = plan.grid(n, loader.limits(x.device)[0]), (codes, scale, x, bias, y, *sizes)
+        grid, few = plan.grid(n, loader.limits(x.device)[0]), (codes, scale, x, bias, y, *sizes, np.int64(x.stride(0)))
         loader.launch(kernel, grid, plan.threads, few, x, bool(plan.overlap))
+        return y
+    parts = torch.empty((plan.splits, m, n), device=x.device) if plan.splits > 1 else None
+    results = None if plan.splits > 1 else bias, y, parts
+    if isinstance(plan, TermBlock):
+        arguments = codes, scale, *_two_terms(x, m), *results, *sizes, np.int32(m)
+        loader.launch(kernel, plan.grid(m, n), plan.threads, arguments, x, True)
     else:
-        split = plan.splits > 1
-        parts = torch.empty((plan.splits, m, n), device=x.device) if split else None
-        arguments = codes, scale, x, None if split else bias, y, parts, *sizes
-        loader.launch(kernel, plan.grid(m, n), plan.threads, arguments, x)
-        if parts is not None:
-            _sum(parts, bias, y)
+        loader.launch(
+            kernel, plan.grid(m, n), plan.threads, (codes, scale, x, *results, *sizes, np.int64(x.stride(0))), x
+        )
+    if parts is not None:
+        _sum(parts, bias, y)
     return y
 
 
-def variant(plan: Ring | Block, dtype: torch.dtype, w: ScaledTensor, m: int) -> loader.Variant:
+def variant(plan: Ring | Block | TermBlock, dtype: torch.dtype, w: ScaledTensor, m: int) -> loader.Variant:
     """The kernel of `plan` for m inputs of this dtype and weights like w."""
-    defines = {
-        "X_BF16": int(dtype == torch.bfloat16),
-        "E5M2": int(w.spec.name == "e5m2"),
-        "SCALES": _scales(w),
-    }
+    defines = {"X_BF16": int(dtype == torch.bfloat16), "SCALES": _scales(w)}
+    if not isinstance(plan, TermBlock):
+        defines["E5M2"] = int(w.spec.name == "e5m2")
     return loader.Variant(plan.source, (*defines.items(), *plan.defines), plan.dynamic_bytes(m, w.shape[1]))
 
 
@@ -130,6 +133,18 @@ def _in_two_terms(x: torch.Tensor, w: ScaledTensor, bias: torch.Tensor | None) -
     """x = high + low, both E4M3, through the FP8 tensor cores as 2M rows, and the halves of the result added."""
     m, k = x.shape
     half = m + m % 2  # products with scales per block take rows by fours; one more row is nobody's
+    codes, scale = _two_terms(x, half)
+    terms = ScaledTensor(codes, scale, E4M3, PerRow())
+    if isinstance(w.granularity, PerBlock):
+        terms = ScaledTensor(codes, scale.expand(-1, k // 128), E4M3, PerGroup(128))
+    y = x.new_empty(m, w.shape[0])
+    _sum(native.scaled_mm(terms, w, x.dtype, short_sums=False).view(2, half, -1), bias, y)
+    return y
+
+
+def _two_terms(x: torch.Tensor, half: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """bfloat16 x [M, K] -> codes [2 half, K] and scales [2 half, 1]: high terms from row 0 on, low ones from `half`."""
+    m, k = x.shape
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
     codes, scale = x.new_empty((2 * half, k), dtype=torch.uint8), torch.empty((2 * half, 1), device=x.device)
@@ -137,12 +152,7 @@ def _in_two_terms(x: torch.Tensor, w: ScaledTensor, bias: torch.Tensor | None) -
     defines = ("X_BF16", 1), ("THREADS", block.threads), ("ROUNDS", block.rounds)
     sizes = np.int32(half), np.int32(k), np.int64(x.stride(0))
     loader.launch(loader.Variant("split.cu", defines), (m,), block.threads, (x, codes, scale, *sizes), x, True)
-    terms = ScaledTensor(codes, scale, E4M3, PerRow())
-    if isinstance(w.granularity, PerBlock):
-        terms = ScaledTensor(codes, scale.expand(-1, k // 128), E4M3, PerGroup(128))
-    y = x.new_empty(m, w.shape[0])
-    _sum(native.scaled_mm(terms, w, x.dtype, short_sums=False).view(2, half, -1), bias, y)
-    return y
+    return codes, scale
 
 
 def _sum(parts: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor) -> None:

@@ -90,7 +90,7 @@ static Exchange exchanges[MAX_THREADS / 32];
 #define KERNEL(threads, blocks) extern "C" void
 #define DEVICE static inline
 #define SHARED static
-#define DYNAMIC_SHARED(name) static uint4 name[(227 << 10) / 16]
+#define DYNAMIC_SHARED(name) alignas(1024) static uint4 name[(227 << 10) / 16]
 
 static void __syncthreads() { emulator::wait(emulator::block_barrier); }
 static void wait_for_previous_kernel() {}
@@ -228,3 +228,53 @@ static uint32_t transpose_8x8(uint32_t pair) {
 static float fp16_value(uint32_t bits) { return float_of_fp16(uint16_t(bits)); }
 static inline void mma_fp16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) { mma_any<fp16_value>(c, a, b); }
 static inline void mma_bf16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) { mma_any<float_of_bf16>(c, a, b); }
+
+// wgmma of E4M3 operands in swizzled rows of 128 bytes. A product is computed when it is waited for: whatever was written
+// over its operands before that shows.
+namespace emulator {
+struct Product { float* sums; int columns; const uint8_t *a, *b; bool accumulate; };
+struct Products { Product waiting[16]; int size, groups, ends[4]; };
+static Products products[MAX_THREADS];
+static float code_value(uint8_t code) {
+    const int exponent = code >> 3 & 15, fraction = code & 7;
+    const float value = (code & 127) == 127 ? NAN : exponent ? ldexp(8.0f + fraction, exponent - 10) : ldexp(float(fraction), -9);
+    return code & 128 ? -value : value;
+}
+static float swizzled_value(const uint8_t* rows, int row, int k) {
+    const uintptr_t at = uintptr_t(rows) + row * 128 + k;
+    return code_value(*reinterpret_cast<const uint8_t*>(at ^ (at >> 7 & 7) << 4));
+}
+static void multiply(const Product& p) {
+    const int lane = threadIdx.x % 32, first = threadIdx.x % 128 / 32 * 16 + lane / 4;
+    for (int i = 0; i < p.columns / 2; ++i) {
+        const int row = first + i / 2 % 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+        float total = p.accumulate ? p.sums[i] : 0.0f;
+        for (int k = 0; k < 32; ++k) total += swizzled_value(p.a, row, k) * swizzled_value(p.b, column, k);
+        p.sums[i] = total;
+    }
+}
+}  // namespace emulator
+static void order_for_tensor_cores() {}
+static void begin_products() {}
+template <int half>
+static void multiply_codes(float (&sums)[half], const unsigned char* a, const unsigned char* b, bool accumulate) {
+    emulator::Products& mine = emulator::products[threadIdx.x];
+    if (mine.size == 16) abort();
+    mine.waiting[mine.size++] = {sums, 2 * half, a, b, accumulate};
+}
+static void end_of_products() {
+    emulator::Products& mine = emulator::products[threadIdx.x];
+    if (mine.groups == 4) abort();
+    mine.ends[mine.groups++] = mine.size;
+}
+template <int later>
+static void wait_for_products() {
+    emulator::Products& mine = emulator::products[threadIdx.x];
+    const int done = mine.groups - later;
+    if (done <= 0) return;
+    const int end = mine.ends[done - 1];
+    for (int i = 0; i < end; ++i) emulator::multiply(mine.waiting[i]);
+    memmove(mine.waiting, mine.waiting + end, (mine.size - end) * sizeof(emulator::Product));
+    for (int i = 0; i < later; ++i) mine.ends[i] = mine.ends[done + i] - end;
+    mine.size -= end, mine.groups = later;
+}

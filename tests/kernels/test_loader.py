@@ -7,12 +7,12 @@ import torch
 
 from octavo.base.errors import UnsupportedError
 from octavo.kernels.cuda import loader
-from octavo.kernels.plans import Block, Ring
+from octavo.kernels.plans import Block, Ring, TermBlock
 from octavo.kernels.tiling import gated_block, group_block, row_block
 from octavo.ops.attention import attention_variants
 
 pytest.importorskip("cuda.core")
-ARCHITECTURES = ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"]
+ARCHITECTURES = ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120"]
 
 
 def w8a16(plan, x_bf16, e5m2, scales):
@@ -102,10 +102,13 @@ VARIANTS += [
 ]
 
 
+ON_HOPPER = [w8a16(TermBlock(splits=splits), 1, 0, 1) for splits in (1, 2)] + [w8a16(TermBlock(128, short=1), 1, 0, 2)]
+
+
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_every_kernel_compiles(arch):
     """Spills, local memory and FP64 are errors in `loader.PTXAS`; so is more than 48 KiB of static shared memory."""
-    for variant in VARIANTS:
+    for variant in VARIANTS + (ON_HOPPER if arch == "sm_90a" else []):
         assert loader.compile_variant(variant, arch)[:4] == b"\x7fELF"
 
 
@@ -155,7 +158,7 @@ def test_cache_is_private(tmp_path, monkeypatch):
 
 
 def test_forced_architecture(monkeypatch):
-    assert loader.architecture((9, 0)) == "sm_90"
+    assert loader.architecture((9, 0)) == "sm_90a" and loader.architecture((8, 6)) == "sm_86"
     assert loader.may_overlap((9, 0)) and not loader.may_overlap((8, 9))
     monkeypatch.setattr(loader, "env", lambda: dataclasses.replace(real, arch="80"))
     assert loader.architecture((9, 0)) == "compute_80"

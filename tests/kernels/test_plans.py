@@ -2,7 +2,19 @@
 
 import pytest
 
-from octavo.kernels.plans import SHARED, Block, Operands, Panels, Ring, Terms, Tokens, gpu_named, plan_dx, plan_product
+from octavo.kernels.plans import (
+    SHARED,
+    Block,
+    Operands,
+    Panels,
+    Ring,
+    TermBlock,
+    Terms,
+    Tokens,
+    gpu_named,
+    plan_dx,
+    plan_product,
+)
 
 GPUS = pytest.mark.parametrize("sm", SHARED, ids=lambda sm: f"sm{sm[0]}{sm[1]}")
 SHAPES = [(28672, 4096), (4096, 14336), (4096, 4096), (576, 1536), (192, 576), (8, 16), (152064, 8192)]
@@ -42,6 +54,22 @@ def test_what_two_terms_need():
         (Operands(), hopper, 4104),
     ):
         assert isinstance(plan_product(64, n, 4096, operands, gpu, tokens), Block)
+
+
+def test_two_terms_in_one_kernel():
+    """One wave of blocks; where rows are few they share K; with scales per block a tile is one of 128 rows."""
+    tokens, hopper = Tokens(term_blocks=256, terms=768), gpu_named((9, 0))
+    assert plan_product(64, 28672, 4096, Operands(), hopper, tokens) == TermBlock(224)
+    for n, k in SHAPES:
+        for scales in (0, 1, 2):
+            plan = plan_product(64, n, k, Operands(scales=scales), hopper, tokens)
+            assert isinstance(plan, TermBlock) and plan.dynamic_bytes(64, k) <= hopper.shared
+            assert (plan.columns, plan.short) == (128, 1) or scales < 2
+            groups, rows, splits = plan.grid(64, n)
+            assert groups == 1 and rows * plan.columns >= n and splits <= -(-k // 128)
+    assert plan_product(64, 4096, 14336, Operands(), hopper, tokens).splits > 1
+    assert plan_product(257, 4096, 4096, Operands(), hopper, tokens) == Terms()
+    assert plan_product(64, 4096, 4096, Operands(), gpu_named((10, 0)), tokens) == Terms()
 
 
 def test_decoded_weights():

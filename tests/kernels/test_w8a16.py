@@ -7,7 +7,7 @@ from octavo.formats.granularity import PerBlock, PerRow, PerTensor
 from octavo.formats.reference import dequantize_ref, quantize_ref
 from octavo.formats.scaled import ScaledTensor
 from octavo.formats.spec import E4M3, E5M2
-from octavo.kernels.plans import Block, Panels, Ring, Terms
+from octavo.kernels.plans import Block, Panels, Ring, TermBlock, Terms
 from octavo.ops import w8a16
 from octavo.testing import assert_sqnr
 
@@ -145,6 +145,27 @@ def test_two_terms(granularity, m):
     x[2, 5] = torch.inf
     y = w8a16.product(x, q, bias, Terms())
     assert not torch.isfinite(y[2]).any() and torch.isfinite(y[[0, 1, 3, 4]]).all()
+
+
+@pytest.mark.parametrize(
+    "granularity, plan",
+    [
+        (PerRow(), TermBlock()),
+        (PerTensor(), TermBlock(128, 4, 2, splits=3)),
+        (PerBlock(128, 128), TermBlock(128, short=1)),
+        (PerBlock(128, 128), TermBlock(128, short=1, splits=2)),
+    ],
+    ids=str,
+)
+def test_two_terms_in_one_kernel(granularity, plan):
+    """One rounding. Tokens, rows and K that fill no block; more steps than the ring holds."""
+    x, q = problem(67, 260, 912, granularity, torch.bfloat16)
+    x *= torch.exp2(torch.arange(67.0) % 7)[:, None].bfloat16()
+    x[2, 5] = torch.inf
+    bias = torch.randn(260, generator=torch.Generator().manual_seed(0)).bfloat16()
+    y, finite = w8a16.product(x, q, bias, plan), torch.arange(67) != 2
+    assert_sqnr(y[finite], product(x, q, bias)[finite], FLOOR_DB[torch.bfloat16])
+    assert not torch.isfinite(y[2]).any()
 
 
 @pytest.mark.parametrize("size", [256, 128])

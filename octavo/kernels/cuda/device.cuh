@@ -15,7 +15,7 @@ typedef long long i64;
 #define KERNEL(threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks)
 #define DEVICE __device__ __forceinline__
 #define SHARED __shared__
-#define DYNAMIC_SHARED(name) extern __shared__ uint4 name[]
+#define DYNAMIC_SHARED(name) extern __shared__ __align__(1024) uint4 name[]
 
 // 16 bytes that are read once: past L1, first to leave L2.
 DEVICE uint4 load_once(const void* address) {
@@ -63,6 +63,8 @@ DEVICE void wait_for_previous_kernel() {
     asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
+
+DEVICE void sync_warp() { __syncwarp(); }
 
 // The value of the lane whose number differs by the bits of `mask`.
 DEVICE float exchange(float value, int mask) { return __shfl_xor_sync(0xFFFFFFFFu, value, mask); }

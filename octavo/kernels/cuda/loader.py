@@ -59,8 +59,8 @@ class Variant:
 
 
 def architecture(sm: tuple[int, int]) -> str:
-    """What to compile for on a device of compute capability `sm`: `sm_90`, or `compute_80` where OCTAVO_ARCH says."""
-    return f"compute_{env().arch}" if env().arch else f"sm_{sm[0]}{sm[1]}"
+    """What to compile for on a device of compute capability `sm`: `sm_90a`, or `compute_80` where OCTAVO_ARCH says."""
+    return f"compute_{env().arch}" if env().arch else f"sm_{sm[0]}{sm[1]}" + ("a" if sm == (9, 0) else "")
 
 
 def compile_variant(variant: Variant, arch: str) -> bytes:
@@ -155,7 +155,7 @@ def _prepared(
 
 def may_overlap(sm: tuple[int, int]) -> bool:
     """Whether kernels compiled for this capability wait for the one before themselves (wait_for_previous_kernel)."""
-    return sm >= (9, 0) and int(architecture(sm).rpartition("_")[2]) >= 90
+    return sm >= (9, 0) and (not env().arch or int(env().arch) >= 90)
 
 
 def cache_folder() -> Path:

@@ -3,10 +3,6 @@
 #pragma once
 #include "device.cuh"
 
-#ifndef OCTAVO_HOST
-DEVICE void sync_warp() { __syncwarp(); }
-#endif
-
 #define INFINITE float_of_bits(0x7F800000u)
 
 struct Terms {

@@ -2,9 +2,8 @@
 //
 // Decoding is bound by reading W once. The grid is as large as the GPU: a block takes every gridDim.x-th tile of ROWS
 // rows, and its WARPS_K warps deal the chunks of 128 of K among themselves. A warp copies its chunks DEPTH - 1 ahead into
-// a ring in shared memory that only it reads, across the ends of tiles: the memory never waits for a sum. A lane copies
-// what it will read, so nothing is synchronized. Partial sums meet in shared memory in a fixed order: no atomics, no
-// locks, the same bits every time, whatever the grid.
+// a ring in shared memory that only it reads, across the ends of tiles: the memory never waits for a sum. Partial sums
+// meet in shared memory in a fixed order: no atomics, no locks, the same bits every time, whatever the grid.
 //
 // STAGED: x lies in shared memory as FP16, a token times a power of two that brings its largest value below 2**15, which
 // the sum is divided by. For BF16 that is exact for values down to 2**-32 of the largest, and off by 2**-40 of it at most
@@ -82,22 +81,18 @@ struct Source {
     int N, K, chunks, tiles, tile, chunk;
 };
 
+// The 16-byte pieces of a row of 128 in shared memory, so that what a warp reads at once lies in different banks.
+DEVICE u8* piece_of(u8* slot, int row, int piece) { return slot + row * CHUNK + ((piece ^ (row % 2 * 4)) << 4); }
+
+// Whole lines of 128 bytes, four rows at once.
 DEVICE void copy_chunk(u8* slot, Source& from, int row_in_tile, int first_chunk, int lane) {
-    const int g = lane / 4, t = lane % 4;
     if (from.tile < from.tiles) {
+        const int k = from.chunk * CHUNK + lane % 8 * 16;
 #pragma unroll
-        for (int i = 0; i < TILES_N; ++i) {
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {  // rows past the end read the last one and are not stored
-                const int row = from.tile * ROWS + row_in_tile + 16 * i + 8 * r + g;
-                const u8* at = from.codes + i64(row < from.N ? row : from.N - 1) * from.K;
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const int k = from.chunk * CHUNK + half * 64 + t * 16;
-                    const bool inside = k < from.K;
-                    copy_later(slot + (((i * 2 + r) * 2 + half) * 32 + lane) * 16, inside ? at + k : at, inside);
-                }
-            }
+        for (int i = 0; i < 4 * TILES_N; ++i) {  // rows past the end read the last one and are not stored
+            const int row_of_slot = 4 * i + lane / 8, row = from.tile * ROWS + row_in_tile + row_of_slot;
+            const u8* at = from.codes + i64(row < from.N ? row : from.N - 1) * from.K;
+            copy_later(piece_of(slot, row_of_slot, lane % 8), k < from.K ? at + k : at, k < from.K);
         }
         from.chunk += WARPS_K;
         if (from.chunk >= from.chunks) from.chunk = first_chunk, from.tile += gridDim.x;
@@ -162,9 +157,9 @@ NAME(const u8* codes, const float* scale, const u16* x, const u16* bias, u16* y,
         float sum[2][TILES_N][TILES_M][4] = {};  // in turn, so that not every product waits for the one before
         for (int chunk = warp_k; chunk < chunks; chunk += WARPS_K) {
             wait_for_copies<DEPTH - 2>();
-            // Into the slot that was read in the turn before.
+            sync_warp();  // the chunk is here for all, and all have read the slot that is filled next
             copy_chunk(ring + (slot == 0 ? DEPTH - 1 : slot - 1) * SLOT, from, row_in_tile, warp_k, lane);
-            const u8* w = ring + slot * SLOT + lane * 16;
+            u8* w = ring + slot * SLOT;
             slot = slot == DEPTH - 1 ? 0 : slot + 1;
 #if SCALES == 2
             float part[2][TILES_N][TILES_M][4] = {};
@@ -189,8 +184,8 @@ NAME(const u8* codes, const float* scale, const u16* x, const u16* bias, u16* y,
                 }
 #pragma unroll
                 for (int i = 0; i < TILES_N; ++i) {
-                    const Words upper = words(shared_vector(w + ((i * 2 + 0) * 2 + half) * 512));
-                    const Words lower = words(shared_vector(w + ((i * 2 + 1) * 2 + half) * 512));
+                    const Words upper = words(shared_vector(piece_of(w, 16 * i + g, 4 * half + t)));
+                    const Words lower = words(shared_vector(piece_of(w, 16 * i + 8 + g, 4 * half + t)));
 #pragma unroll
                     for (int s = 0; s < 4; ++s) {
                         const Pairs up = decode(upper.at[s]), down = decode(lower.at[s]);
