@@ -13,9 +13,10 @@ curves: LoRA, r=16 on all linears, float32 adapters, BF16 autocast, the same ada
     fused        over the FP8 base, FP8 products forward and backward
     compensated  the same over a base rounded with compensation (octavo calibrate --moments)
   on windows of 512 tokens; each is evaluated as it trains, FP8 products included, and fused ones at the end once more
-  with inputs as they are, which tells what training lost from what evaluation does.
+  with inputs as they are, of all linears and of some: what training lost, and what evaluation does.
 gradients: the fused layers of a model that trained a few steps, with the inputs and output gradients that they have
-  there, against float32 autograd over the dequantized weights.
+  there, against float32 autograd over the dequantized weights; and how large an error of dA and dB independent
+  rounding errors of x make by themselves, which is what the error over BF16 inputs should be.
 One JSON line a figure; exit code 1 where one is beyond its limit.
 """
 
@@ -58,6 +59,11 @@ VARIANTS = ("bf16", "dequantized", "w8a16", "fused", "compensated")
 LIMITS = {"dequantized": 0.3, "bf16": 0.5}  # percent of the held-out loss, against each of them
 COSINES = {"product": 0.999, "layer": 0.997}
 ERRORS = {"same input": 1e-2, "BF16 input": 4e-2}  # of adapter gradients, relative
+WIDE = {  # how trained adapters are judged once more: with 16-bit inputs of the linears with these ends
+    "16-bit products": ("_proj",),
+    "16-bit inputs of down_proj": ("down_proj",),
+    "16-bit inputs in attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
+}
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 CONTEXT, RATE, WARMUP = 512, 2e-3, 4
 
@@ -92,8 +98,13 @@ class Lab:
 
     @cached_property
     def compensated(self) -> nn.Module:
-        recipe, sizes = Recipe.named("channel", activation="token"), {"samples": 18, "context": self.args.context}
-        return load(self.folder, recipe, device=self.device, rounding="compensated", data="demo", **sizes)
+        recipe, sizes = (
+            Recipe.named("channel", activation="token"),
+            {"samples": self.args.calibration, "context": self.args.context},
+        )
+        model = load(self.folder, recipe, device=self.device, rounding="compensated", data="demo", **sizes)
+        print("calibrated", flush=True)
+        return model
 
     def batches(self, seed: int, steps: int) -> Iterator[torch.Tensor]:
         """Whole epochs in a new order each."""
@@ -163,11 +174,20 @@ def curves(lab: Lab) -> Iterator[dict[str, Any]]:
             row = {"part": "curve", "variant": variant, "seed": seed, "held_out": points}
             row |= {"adapters": float(sum(begin)), "seconds": round(time.perf_counter() - started, 1)}
             if ACTIVATIONS.get(variant) == "token":
-                for module in model.modules():
-                    if isinstance(module, FrozenFloat8Linear):
-                        module.activation = "none"
-                row["held_out_16_bit"] = lab.judge(model)
+                row["judged"] = {how: judged_with(lab, model, ends) for how, ends in WIDE.items()}
             yield row
+
+
+def judged_with(lab: Lab, model: nn.Module, ends: tuple[str, ...]) -> float:
+    """The held-out loss with the inputs of the linears with these ends in 16 bit."""
+    named = [(name.removesuffix(".base_layer"), module) for name, module in model.named_modules()]
+    layers = [m for name, m in named if isinstance(m, FrozenFloat8Linear) and name.endswith(ends)]
+    for layer in layers:
+        layer.activation = "none"
+    loss = lab.judge(model)
+    for layer in layers:
+        layer.activation = "token"
+    return loss
 
 
 def compared(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -176,8 +196,8 @@ def compared(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     for row in rows:
         if row["part"] == "curve":
             final[row["variant"]][row["seed"]] = row["held_out"][-1][1]
-        if "held_out_16_bit" in row:
-            final[f"{row['variant']}, 16-bit products to judge"][row["seed"]] = row["held_out_16_bit"]
+        for how, loss in row.get("judged", {}).items():
+            final[f"{row['variant']}, {how} to judge"][row["seed"]] = loss
     for variant, losses in final.items():
         for other, limit in LIMITS.items():
             others = final.get(other, {})
@@ -284,11 +304,17 @@ def product_figures(p: Projection, x: torch.Tensor, dy: torch.Tensor) -> dict[st
         "cosine y": cosine(y.detach().flatten(0, -2), wide_x @ w.mT),
         "cosine dX": cosine(dx.flatten(0, -2), wide_dy @ w),
     }
+    wide_a, wide_b = a.detach().double(), b.detach().double()
     for name, inputs in (("same input", seen), ("BF16 input", wide_x)):
-        da = p.scaling * (wide_dy @ b.detach().double()).mT @ inputs
-        db = p.scaling * wide_dy.mT @ (inputs @ a.detach().double().mT)
-        for letter, mine, want in (("dA", found[0], da), ("dB", found[1], db)):
-            figures[f"error {letter}: {name}"] = float((mine.double() - want).norm() / want.norm())
+        low, low_grad = p.scaling * inputs @ wide_a.mT, p.scaling * wide_dy @ wide_b
+        for letter, mine, want in (("A", found[0], low_grad.mT @ inputs), ("B", found[1], wide_dy.mT @ low)):
+            figures[f"error d{letter}: {name}"] = float((mine.double() - want).norm() / want.norm())
+    rounding, low_rounding = seen - wide_x, p.scaling * (seen - wide_x) @ wide_a.mT
+    for letter, grad, error, want in (
+        ("A", low_grad, rounding, low_grad.mT @ wide_x),
+        ("B", wide_dy, low_rounding, wide_dy.mT @ low),
+    ):  # errors of tokens add up as squares, however much of the sum itself cancels
+        figures[f"rounding alone d{letter}"] = float((grad.norm(dim=1) * error.norm(dim=1)).norm() / want.norm())
     return figures
 
 
@@ -320,6 +346,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--every", type=int, default=6, help="steps between two points of a curve")
     parser.add_argument("--micro", type=int, default=8, help="windows a step")
     parser.add_argument("--context", type=int, default=CONTEXT)
+    parser.add_argument("--calibration", type=int, default=16, help="windows that compensated rounding is given")
     parser.add_argument("--windows", type=int, help="at most so many of each text")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--read", type=Path, nargs="*", default=[])

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
 
 from octavo.base.hardware import caps_of
 from octavo.formats.granularity import PerBlock
 from octavo.integrations.fused import FUSED, projection_of
-from octavo.integrations.lora_layer import Float8LoraLinear
 from octavo.modules.experts import FrozenFloat8Experts
 from octavo.modules.frozen import FrozenFloat8Linear
 from octavo.ops.backends import BACKENDS, Problem
@@ -72,7 +72,7 @@ def grouped_layers(model: nn.Module) -> Iterator[nn.Module]:
 
 def why_not(layer: nn.Module) -> str | None:
     """The reason why a linear of a bound layer is not fused, or None."""
-    base = layer.base_layer if isinstance(layer, Float8LoraLinear) else layer
+    base = layer.base_layer if isinstance(layer, LoraLinear) else layer
     if not isinstance(base, FrozenFloat8Linear):
         return "linears in 16 bit"
     (n, k), granularity, device = base.weight.shape, base.rule.granularity, base.weight.device
@@ -82,6 +82,6 @@ def why_not(layer: nn.Module) -> str | None:
         refused = BACKENDS["native"].refuse(problem, caps_of(device))
         if refused:
             return refused
-    if isinstance(layer, Float8LoraLinear) and any(getattr(d, "p", 0.0) > 0 for d in layer.lora_dropout.values()):
+    if isinstance(layer, LoraLinear) and any(getattr(d, "p", 0.0) > 0 for d in layer.lora_dropout.values()):
         return "dropout on the inputs of adapters"
     return None if projection_of(layer) is not None else f"adapters or hooks of {type(layer).__name__}"

@@ -6,20 +6,22 @@ be fused: on a CPU, under torch.compile, with dropout or adapters merged or mixe
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
+from types import MethodType
 from typing import Any, cast
 
 import torch
+from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
 from octavo.base.hardware import caps_of
-from octavo.formats.architectures import FUSED_DECODERS
+from octavo.formats.architectures import FUSED_DECODERS, DecoderLayer
 from octavo.formats.granularity import PerBlock, PerRow, PerTensor
-from octavo.integrations.lora_layer import Float8LoraLinear
 from octavo.modules.frozen import FrozenFloat8Linear
 from octavo.ops.backends import BACKENDS, Problem
 from octavo.ops.fused import codes_suffice
@@ -35,7 +37,7 @@ SCALE = "_octavo_scale"
 def fuse(model: nn.Module) -> int:
     """Bind the fused forward to the decoder layers of FP8 linears that have none yet. Returns how many got it.
 
-    0 for an architecture that is not in FUSED_DECODERS. Sparse MLPs run as they are. Call it after adapters are added.
+    0 for an architecture that is not in FUSED_DECODERS. Sparse MLPs run as they are. Adapters may come and go.
     """
     config = getattr(model, "config", None)
     config = config.get_text_config(decoder=True) if isinstance(config, PretrainedConfig) else None
@@ -47,21 +49,87 @@ def fuse(model: nn.Module) -> int:
     count = 0
     layer: Any
     for layer in list(model.modules()):
-        attention, mlp, norm = (getattr(layer, name, None) for name in ("self_attn", "mlp", "input_layernorm"))
+        attention, norm = (getattr(layer, name, None) for name in ("self_attn", "input_layernorm"))
         if attention is None or norm is None or FUSED in layer.__dict__:
             continue
-        if not any(isinstance(module, FrozenFloat8Linear) for module in layer.modules()):
-            continue
-        queries_keys_values = [getattr(attention, name) for name in ("q_proj", "k_proj", "v_proj")]
-        groups: list[_Group | _Mlp] = [_Group(norm, queries_keys_values, written.norm_offset)]
-        groups.append(_Group(None, [attention.o_proj]))
-        if activation and mlp is not None and all(hasattr(mlp, name) for name in GATED):
-            groups.append(_Mlp(getattr(layer, written.mlp_norm), mlp, activation, written.norm_offset))
-        if written.plain and isinstance(groups[-1], _Mlp):
-            layer.forward = _PlainLayer(layer, cast(_Group, groups[0]), groups[-1])
-        layer.__dict__[FUSED] = groups
-        count += 1
+        if any(isinstance(module, FrozenFloat8Linear) for module in layer.modules()):
+            _Binding(layer, written, activation).bind()
+            count += 1
     return count
+
+
+class _Binding:
+    """What is bound in one decoder layer: anew where its modules are no longer those it was bound to.
+
+    PEFT exchanges modules as adapters come and go, and who skips a norm must know who does its work.
+    """
+
+    def __init__(self, layer: nn.Module, written: DecoderLayer, activation: str | None) -> None:
+        self.layer, self.written, self.activation = layer, written, activation
+        self.forwards: list[_Forward] = []
+        self.modules: list[tuple[nn.Module, str, nn.Module]] = []
+
+    def bind(self) -> None:
+        layer, offset = cast(Any, self.layer), self.written.norm_offset
+        attention, mlp = layer.self_attn, getattr(layer, "mlp", None)
+        self.modules = [(layer, name, module) for name, module in layer.named_children()]
+        for parent in (attention, mlp):
+            self.modules += [(parent, name, module) for name, module in parent.named_children()] if parent else []
+        queries_keys_values = [getattr(attention, name) for name in ("q_proj", "k_proj", "v_proj")]
+        first = _Group(self, layer.input_layernorm, queries_keys_values, offset)
+        groups: list[_Group | _Mlp] = [first, _Group(self, None, [attention.o_proj])]
+        if self.activation and mlp is not None and all(hasattr(mlp, name) for name in GATED):
+            norm = getattr(layer, self.written.mlp_norm)
+            gated = _Mlp(self, norm, mlp, self.activation, offset)
+            groups.append(gated)
+            if self.written.plain:
+                _PlainLayer(self, first, gated)
+        layer.__dict__[FUSED] = groups
+
+    def holds(self) -> bool:
+        """Whether all modules are still those that were bound; binds anew where they are not."""
+        if all(parent._modules.get(name) is module for parent, name, module in self.modules):
+            return True
+        for forward in reversed(self.forwards):
+            forward.undo()
+        self.forwards.clear()
+        self.bind()
+        return False
+
+
+class _Forward:
+    """`forward` of a module of a bound layer: `run`, and `plain`, which it was before."""
+
+    def __init__(self, binding: _Binding, module: nn.Module, run: Callable[..., torch.Tensor]) -> None:
+        self.binding, self.module, self.run = binding, module, run
+        self.before = module.__dict__.get("forward")
+        module.forward = self
+        binding.forwards.append(self)
+
+    def __call__(self, *args: Any, **options: Any) -> torch.Tensor:
+        return self.run(*args, **options)
+
+    def plain(self, *args: Any, **options: Any) -> torch.Tensor:
+        if self.before is not None:
+            return cast(torch.Tensor, self.before(*args, **options))
+        return cast(torch.Tensor, type(self.module).forward(self.module, *args, **options))
+
+    def undo(self) -> None:
+        """For whoever wrapped this forward as well."""
+        self.run = self.plain
+        if self.module.__dict__.get("forward") is self:
+            del self.module.forward
+            if self.before is not None:
+                self.module.forward = self.before
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self.binding.layer) not in memo:  # a copy of one module, as PEFT makes to train it, stands alone
+            module = copy.deepcopy(self.module, memo)
+            return MethodType(type(module).forward, module)
+        new = object.__new__(_Forward)
+        memo[id(self)] = new
+        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return new
 
 
 class _Group:
@@ -71,23 +139,23 @@ class _Group:
     output of attention, which keeps it.
     """
 
-    def __init__(self, norm: nn.Module | None, layers: Sequence[nn.Module], norm_offset: float = 0.0) -> None:
+    def __init__(
+        self, binding: _Binding, norm: nn.Module | None, layers: Sequence[nn.Module], norm_offset: float = 0.0
+    ) -> None:
         self.norm, self.norm_offset, self.layers = norm, norm_offset, list(layers)
-        self.plain: list[Callable[..., torch.Tensor]] = [layer.forward for layer in layers]
         self.seen = _Seen()
         self.outputs: dict[int, torch.Tensor] = {}
         self.pass_on = False
         self.passed_on: torch.Tensor | None = None
         if norm is not None:
-            self.skipped = _SkippedNorm(norm, self.layers)
-        for index, layer in enumerate(layers):
-            layer.forward = _Member(self, index)
+            self.skipped = _SkippedNorm(binding, norm, self.layers)
+        self.members = [_Forward(binding, layer, partial(self.call, index)) for index, layer in enumerate(layers)]
 
     def call(self, index: int, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         if not (index and self.seen.is_(x) and index in self.outputs):
             found = None if args or options else self._projections(x)
             if found is None:
-                return self.plain[index](self.skipped.applied(x) if self.norm else x, *args, **options)
+                return self.members[index].plain(self.skipped.applied(x) if self.norm else x, *args, **options)
             self.seen.set(x)
             norm = norm_of(self.norm, self.norm_offset)
             outputs = project(x, found, norm, x_stays=norm is None, pass_on=self.pass_on)
@@ -99,30 +167,22 @@ class _Group:
         return projections_of(self.layers, x) if self.norm is None else self.skipped.projections(x)
 
 
-class _Member:
-    """`forward` of one layer of a group."""
-
-    def __init__(self, group: _Group, index: int) -> None:
-        self.group, self.index = group, index
-
-    def __call__(self, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        return self.group.call(self.index, x, *args, **options)
-
-
 class _Mlp:
     """norm, gate and up, activation, down."""
 
-    def __init__(self, norm: nn.Module, mlp: nn.Module, activation: str, norm_offset: float = 0.0) -> None:
-        self.norm, self.norm_offset, self.activation, self.plain = norm, norm_offset, activation, mlp.forward
+    def __init__(
+        self, binding: _Binding, norm: nn.Module, mlp: nn.Module, activation: str, norm_offset: float = 0.0
+    ) -> None:
+        self.norm, self.norm_offset, self.activation = norm, norm_offset, activation
         self.layers = [cast(nn.Module, getattr(mlp, name)) for name in GATED]
-        self.skipped = _SkippedNorm(norm, self.layers)
+        self.skipped = _SkippedNorm(binding, norm, self.layers)
         self.residual = False
-        mlp.forward = self.forward
+        self.plain = _Forward(binding, mlp, self.forward).plain
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         found = self.skipped.projections(x)
         if found is None:
-            return cast(torch.Tensor, self.plain(self.skipped.applied(x)))
+            return self.plain(self.skipped.applied(x))
         gate, up, down = found
         norm, residual, self.residual = norm_of(self.norm, self.norm_offset), self.residual, False
         return gated_mlp(x, gate, up, down, self.activation, norm, residual=residual)
@@ -135,19 +195,20 @@ class _PlainLayer:
     that in this method, not in `__call__` as its earlier versions do.
     """
 
-    def __init__(self, layer: nn.Module, attention: _Group, mlp: _Mlp) -> None:
-        self.layer, self.attention, self.mlp, self.plain = layer, attention, mlp, layer.forward
-        self.checkpoints = type(layer).__call__ is nn.Module.__call__
+    def __init__(self, binding: _Binding, attention: _Group, mlp: _Mlp) -> None:
+        self.layer, self.attention, self.mlp = binding.layer, attention, mlp
+        self.plain = _Forward(binding, self.layer, self).plain
+        self.checkpoints = type(self.layer).__call__ is nn.Module.__call__
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         layer: Any = self.layer
         training = layer.training and torch.is_grad_enabled()
         if args or not training or _hooked(layer.mlp) or _hooked(layer.self_attn):  # they see a block's own result
-            return cast(torch.Tensor, self.plain(hidden_states, *args, **options))
+            return self.plain(hidden_states, *args, **options)
         if not self.checkpoints or not getattr(layer, "gradient_checkpointing", False):
             return self._run(hidden_states, **options)
         if options.get("past_key_values") is not None or options.get("use_cache"):  # Transformers warns and drops them
-            return cast(torch.Tensor, self.plain(hidden_states, **options))
+            return self.plain(hidden_states, **options)
         return cast(torch.Tensor, layer._gradient_checkpointing_func(partial(self._run, **options), hidden_states))
 
     def _run(self, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -172,25 +233,29 @@ class _PlainLayer:
 class _SkippedNorm:
     """A norm that passes x on where the layers behind it do its work, and makes up for it where they then do not."""
 
-    def __init__(self, norm: nn.Module, layers: Sequence[nn.Module]) -> None:
-        self.norm, self.layers, self.plain, self.passed = norm, layers, norm.forward, _Seen()
+    def __init__(self, binding: _Binding, norm: nn.Module, layers: Sequence[nn.Module]) -> None:
+        self.binding, self.norm, self.layers, self.passed = binding, norm, layers, _Seen()
         self.found: list[Projection] | None = None
-        norm.forward = self.forward
+        self.plain = _Forward(binding, norm, self.forward).plain
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.binding.holds():
+            return cast(torch.Tensor, self.norm.forward(x))
         self.found = projections_of(self.layers, x, self.norm)
         if self.found is None:
-            return cast(torch.Tensor, self.plain(x))
+            return self.plain(x)
         self.passed.set(x)
         return x
 
     def projections(self, x: torch.Tensor) -> list[Projection] | None:
         """`projections_of` the layers, which costs as much as launches do: what the norm has found for x, once."""
         found, self.found = self.found, None
+        if not self.passed.lives():  # nobody came through the norm: x is what a projection was called with
+            return None
         return found if found and self.passed.is_(x) else projections_of(self.layers, x, self.norm)
 
     def applied(self, x: torch.Tensor) -> torch.Tensor:
-        return cast(torch.Tensor, self.plain(x)) if self.passed.is_(x) else x
+        return self.plain(x) if self.passed.is_(x) else x
 
 
 class _Seen:
@@ -205,8 +270,11 @@ class _Seen:
     def is_(self, x: torch.Tensor) -> bool:
         return self.reference is not None and self.reference() is x
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Seen:
-        return _Seen()
+    def lives(self) -> bool:
+        return self.reference is not None and self.reference() is not None
+
+    def __reduce__(self) -> tuple[type[_Seen], tuple[()]]:
+        return _Seen, ()
 
 
 def norm_of(norm: nn.Module | None, offset: float = 0.0) -> Norm | None:
@@ -257,7 +325,7 @@ def projection_of(layer: nn.Module) -> Projection | None:
 
     Weights per row or tensor with inputs per token, or per 128 x 128 block with inputs per group of 128.
     """
-    base = layer.base_layer if isinstance(layer, Float8LoraLinear) else layer
+    base = layer.base_layer if isinstance(layer, LoraLinear) else layer
     if _hooked(layer) or _hooked(base):  # hooks see inputs and outputs that do not exist here
         return None
     if not isinstance(base, FrozenFloat8Linear) or base.rule.spec.name != "e4m3" or isinstance(base.weight, DTensor):
@@ -267,14 +335,14 @@ def projection_of(layer: nn.Module) -> Projection | None:
     if base.bias is not None and not _frozen(base.bias):
         return None
     plain = Projection(base.scaled(), base.bias)
-    if not isinstance(layer, Float8LoraLinear) or layer.disable_adapters != layer.merged:
+    if not isinstance(layer, LoraLinear) or layer.disable_adapters != layer.merged:
         return plain
     if layer.merged:  # PEFT takes the adapter out again first
         return None
     names = [name for name in layer.active_adapters if name in layer.lora_A]
     if not names:
         return plain
-    if len(names) > 1 or layer.lora_bias[names[0]] or layer.use_dora[names[0]]:
+    if len(names) > 1 or layer.lora_bias[names[0]] or names[0] in layer.lora_variant:
         return None
     dropout = layer.lora_dropout[names[0]]
     if layer.training and not isinstance(dropout, nn.Identity) and dropout.p > 0:

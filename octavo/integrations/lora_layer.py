@@ -11,7 +11,7 @@ import warnings
 from typing import Any, cast
 
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, PeftType
 from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.tuners_utils import check_adapters_to_merge
 
@@ -130,7 +130,11 @@ class MergedLoraLinear(LoraLinear):  # type: ignore[misc]
 
 
 def check_config(config: LoraConfig) -> None:
-    """ConfigError where the LoRA variant would read FP8 codes as if they were weights."""
+    """ConfigError where this is no LoRA, or a variant that would read FP8 codes as if they were weights."""
+    if config.peft_type != PeftType.LORA:
+        kind = type(config).__name__
+        fix = "Prompts and prefixes, which change no linear layer, are given to peft.get_peft_model."
+        raise ConfigError(f"{kind} over FP8 codes", need="a LoraConfig", fix=fix)
     if config.use_dora:
         raise ConfigError(
             "use_dora: DoRA rescales by the norm of the base weight on every step",

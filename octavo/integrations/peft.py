@@ -34,12 +34,24 @@ def get_peft_model(model: nn.Module, config: LoraConfig, **options: Any) -> Peft
     """peft.get_peft_model over an Octavo model, with a LoRA layer that can merge and, where inputs are quantized per
     token on a GPU with FP8 units, the fused forward of `fused`. options: of PEFT's function.
 
-    ConfigError for what cannot work over FP8 codes: DoRA and initialisations that read the base weight.
+    ConfigError for what cannot work over FP8 codes: adapters other than LoRA, DoRA, initialisations that read the base
+    weight, modules_to_save that are FP8.
     """
+    register(config)
+    _refuse_training_codes(model, config.modules_to_save or ())
     with _one_name_too_old():
-        adapted = peft_get_peft_model(model, register(config), **options)
+        adapted = peft_get_peft_model(model, config, **options)
     fuse(adapted)
     return adapted
+
+
+def _refuse_training_codes(model: nn.Module, modules_to_save: Collection[str]) -> None:
+    """ConfigError where PEFT would train a copy of a module that holds FP8 codes, which have no gradient."""
+    for name, module in model.named_modules():
+        for wanted in modules_to_save:
+            if name.endswith(wanted) and any(isinstance(m, FrozenFloat8Linear) for m in module.modules()):
+                fix = f"Adapt it with target_modules, or keep it in 16 bit: skip=('*{wanted}',) of the recipe."
+                raise ConfigError(f"modules_to_save: '{wanted}'", got="FP8 codes, which do not train", fix=fix)
 
 
 def lora_config(

@@ -1,6 +1,7 @@
 """The fused forward of a decoder layer against the same modules one by one; on the CPU, whose products run as well."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ FAMILIES = {
 OTHERS = {"olmo2": {}, "phi3": {"pad_token_id": 0}, "cohere": {"pad_token_id": 0}, "starcoder2": {}, "gpt_neox": {}}
 
 
-def build(family="llama", activation="token", dropout=0.0, scheme="channel", sizes=None):
+def build(family="llama", activation="token", dropout=0.0, scheme="channel", sizes=None, targets=None):
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **(SIZES | {**FAMILIES, **OTHERS}[family] | (sizes or {})))
     attention = "eager" if family == "gemma2" else "sdpa"  # Transformers has no SDPA for soft caps
@@ -52,7 +53,7 @@ def build(family="llama", activation="token", dropout=0.0, scheme="channel", siz
             if name.endswith("bias"):
                 parameter.copy_(torch.randn_like(parameter) / 50)
     model = convert(model, Recipe.named(scheme, activation=activation))
-    targets = ["q_proj", "k_proj", "v_proj", "o_proj", *([] if family in SPARSE else fused.GATED)]
+    targets = targets or ["q_proj", "k_proj", "v_proj", "o_proj", *([] if family in SPARSE else fused.GATED)]
     return adapted(model, "all-linear" if family in OTHERS else targets, dropout)
 
 
@@ -241,6 +242,54 @@ def test_named_adapters_per_row_are_peft_s(plain):
     with torch.no_grad():
         want = plain(model, input_ids=tokens(), adapter_names=names).logits
         assert sqnr_db(model(input_ids=tokens(), adapter_names=names).logits, want) > 20
+
+
+def as_exchanged(model, how):
+    """The model after PEFT exchanged modules of layers that are bound."""
+    if how == "merged and unloaded":
+        return model.merge_and_unload()
+    if how == "unloaded, adapted again":
+        return adapted(model.unload(), ["k_proj", "up_proj"])
+    config = LoraConfig(r=2, target_modules=["k_proj", "up_proj"], task_type="CAUSAL_LM")
+    if how == "another norm trains":
+        config.target_modules, config.modules_to_save = ["q_proj"], ["post_attention_layernorm", "input_layernorm"]
+    model.add_adapter("second", config)
+    model.set_adapter("second")
+    for name, parameter in model.named_parameters():
+        if "lora_B.second" in name or "modules_to_save.second" in name:
+            parameter.data.add_(torch.randn_like(parameter) / 100)
+    return model
+
+
+@pytest.mark.parametrize(
+    "how", ["merged and unloaded", "unloaded, adapted again", "another adapter", "another norm trains"]
+)
+def test_modules_that_peft_exchanges(everywhere, plain, how):
+    """Whoever skips a norm knows who does its work now, and every adapter has its gradient."""
+    torch.manual_seed(0)
+    model = build(targets=["q_proj", "down_proj"])
+    step(model)
+    model = as_exchanged(model, how)
+    everywhere.clear()
+    if how == "merged and unloaded":
+        model.get_input_embeddings().requires_grad_(True)
+    found, grads = step(model)
+    assert everywhere == (["project"] * 2 if how == "another norm trains" else ["project", "project", "gated_mlp"] * 2)
+    want, want_grads = plain(step, model)
+    assert sqnr_db(found, want) > 20 and grads.keys() == want_grads.keys()
+    near = {name: sqnr_db(grads[name], want_grads[name]) for name in want_grads if want_grads[name].any()}
+    assert min(near.values()) > 12, near
+    again = pickle.loads(pickle.dumps(model))
+    assert torch.equal(step(again)[0], found)
+
+
+def test_a_projection_called_by_itself(everywhere):
+    """Its input has not come through the norm, which nobody skips then."""
+    model = build()
+    layer = model.base_model.model.model.layers[0]
+    x = torch.randn(1, 3, 64, dtype=torch.bfloat16)
+    want = type(layer.self_attn.k_proj).forward(layer.self_attn.k_proj, x)
+    assert torch.equal(layer.self_attn.k_proj(x), want) and not everywhere
 
 
 def test_a_copy_stands_alone(everywhere):

@@ -164,6 +164,24 @@ def test_what_reads_the_weight_is_refused(options):
         get_peft_model(Net(), wanted)
 
 
+@pytest.mark.parametrize("kind", [peft.LoHaConfig, peft.IA3Config, peft.AdaLoraConfig, peft.PrefixTuningConfig])
+def test_other_adapters_are_refused(kind):
+    own = {"num_virtual_tokens": 2} if kind is peft.PrefixTuningConfig else {"target_modules": ["q_proj"]}
+    own |= (
+        {"total_step": 9} if kind is peft.AdaLoraConfig else {"feedforward_modules": []} if "IA3" in str(kind) else {}
+    )
+    with pytest.raises(ConfigError, match=f"{kind.__name__} over FP8 codes; need a LoraConfig"):
+        get_peft_model(Net(), kind(**own))
+
+
+def test_codes_are_not_trained_as_modules_to_save():
+    model = Net()
+    with pytest.raises(ConfigError, match="'o_proj'; got FP8 codes"):
+        get_peft_model(model, config(target_modules=["q_proj"], modules_to_save=["o_proj"]))
+    assert type(model.q_proj) is FrozenFloat8Linear, "nothing has been wrapped"
+    assert get_peft_model(model, config(modules_to_save=["norm"])).base_model.model.norm.weight.requires_grad
+
+
 @pytest.mark.parametrize("safe", [False, True], ids=["merge", "safe_merge"])
 @pytest.mark.parametrize("how", ["merge_and_unload", "merge_adapter"])
 def test_stock_peft_refuses_to_merge(how, safe):
