@@ -80,9 +80,10 @@ def many_token_plans(m: int, n: int, k: int) -> list[Plan]:
     """Tiles of w8a16_tile.cu with parts of K for one or two waves of blocks; two terms; the decoded weight."""
     found: list[Plan] = [Terms(), *(Panels(size) for size in (2048, 4096, 8192) if size < n), Panels(1 << 31)]
     found += term_blocks(m, n, k) if m <= 1024 else []
-    shapes = [(2, 4, 4), (2, 4, 8), (2, 8, 4), (2, 8, 7), (2, 8, 8), (4, 4, 4), (1, 8, 8), (4, 8, 4)]
-    for (tiles_n, tiles_m, warps), depth in itertools.product(shapes if m <= 512 else [], (3, 4)):
-        block = Block(tiles_n, tiles_m, warps, depth)
+    shapes = [(2, 4, 4, 1), (2, 8, 4, 1), (2, 8, 7, 1), (2, 8, 8, 1), (1, 8, 8, 1), (2, 16, 4, 1), (2, 16, 7, 1)]
+    shapes += [(2, 16, 8, 1), (4, 8, 2, 2), (4, 8, 4, 2), (4, 8, 2, 4), (2, 8, 4, 2), (2, 8, 4, 4)]
+    for (tiles_n, tiles_m, warps_n, warps_m), depth in itertools.product(shapes if m <= 512 else [], (2, 3, 4)):
+        block = Block(tiles_n, tiles_m, warps_n, depth, warps_m=warps_m)
         blocks = math.prod(block.grid(m, n))
         room = max(1, SHARED_BYTES // block.dynamic_bytes(m, k)) * loader.limits(torch.device("cuda"))[0]
         splits = {1, max(1, room // blocks), max(1, 2 * room // blocks)}

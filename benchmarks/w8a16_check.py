@@ -30,7 +30,13 @@ from octavo.testing import FLOOR_DB, assert_sqnr
 
 DEVICE = "cuda"
 FEW_TOKENS = [Ring(1, 1, 1, 8, 3), Ring(1, 2, 1, 16, 4), Ring(2, 2, 2, 4, 2, staged=0), Ring(1, 2, 2, 8, 3, blocks=2)]
-MANY_TOKENS = [Block(2, 4, 7, 3), Block(2, 8, 8, 3, splits=3), Block(2, 16, 4, 2), Block(4, 8, 4, 2), Panels(256)]
+MANY_TOKENS = [
+    Block(2, 4, 7, 3),
+    Block(2, 8, 8, 3, splits=3),
+    Block(2, 16, 4, 2),
+    Block(4, 8, 2, 2, warps_m=4),
+    Panels(256),
+]
 
 
 def plans(m: int, dtype: torch.dtype, q: octavo.ScaledTensor) -> list[Plan]:

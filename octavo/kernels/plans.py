@@ -113,40 +113,42 @@ class Ring:
 
 @dataclass(frozen=True)
 class Block:
-    """A block of w8a16_tile.cu: `warps` times 16 * tiles_n rows of W, 8 * tiles_m tokens, steps of 64 codes in a ring.
+    """A block of w8a16_tile.cu: warps_n x warps_m warps with 16 * tiles_n rows of W and 8 * tiles_m tokens each.
 
-    splits: parts of K that blocks of their own take.
+    depth: steps of 64 codes a row in its ring. splits: parts of K that blocks of their own take.
     """
 
     tiles_n: int
     tiles_m: int
-    warps: int
+    warps_n: int
     depth: int
     splits: int = 1
+    warps_m: int = 1
 
     source = "w8a16_tile.cu"
     why = "codes decoded into tensor core operands, once for up to 64 tokens (w8a16_tile.cu)"
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
-        return *_defines(self, "tiles_n", "tiles_m", "warps", "depth"), ("SPLIT", int(self.splits > 1))
+        names = "tiles_n", "tiles_m", "warps_n", "warps_m", "depth"
+        return *_defines(self, *names), ("SPLIT", int(self.splits > 1))
 
     @property
     def rows(self) -> int:
-        return 16 * self.tiles_n * self.warps
+        return 16 * self.tiles_n * self.warps_n
 
     @property
     def tokens(self) -> int:
-        return 8 * self.tiles_m
+        return 8 * self.tiles_m * self.warps_m
 
     @property
     def threads(self) -> int:
-        return 32 * self.warps
+        return 32 * self.warps_n * self.warps_m
 
     def dynamic_bytes(self, m: int, k: int) -> int:
-        """The ring; at the end 32 tokens of sums in float32."""
-        ring = self.depth * (self.warps * self.tiles_n * 1024 + self.tokens * 144)
-        return max(ring, 32 * (self.rows + 4) * 4)
+        """The ring; at the end 32 tokens of a warp's sums in float32."""
+        ring = self.depth * (self.warps_n * self.tiles_n * 1024 + self.tokens * 144)
+        return max(ring, 32 * self.warps_m * (self.rows + 4) * 4)
 
     def grid(self, m: int, n: int) -> tuple[int, int, int]:
         return -(-n // self.rows), -(-m // self.tokens), self.splits

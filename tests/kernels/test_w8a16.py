@@ -51,6 +51,7 @@ def test_product(granularity, dtype, m, n, k):
         Ring(1, 2, 2, 8, 3, staged=0),
         Block(1, 4, 2, 2),
         Block(2, 8, 4, 3, splits=3),
+        Block(2, 4, 2, 3, warps_m=4),
     ],
     ids=str,
 )
