@@ -1,6 +1,6 @@
 """Every kernel of a fused LoRA step by itself, on the shapes of a Llama-3.1-8B layer: microseconds, bandwidth or rate.
 
-    python benchmarks/fused_steps.py [--tokens 16384] [--only rows|adapters|groups|products ...] [--out FILE]
+    python benchmarks/fused_steps.py [--tokens 16384] [--only attention|head|rows|...] [--out FILE]
 
 Medians of CUDA graphs; data larger than the L2 cache. Bytes are counted once each way; copy is the device's own.
 """
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -22,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from octavo import PerGroup, Rule
 from octavo.formats.scaled import ScaledTensor
 from octavo.formats.spec import E4M3
-from octavo.ops import adapter_columns, fused, groups, native, w8a16
+from octavo.ops import adapter_columns, adapter_gradients, fused, groups, native, w8a16
 from octavo.workflows.measures.timing import graph_milliseconds
 
 HIDDEN, INNER, HEADS = 4096, 14336, 1024
@@ -88,6 +89,11 @@ def row_kernels(show: Callable[..., None], m: int) -> None:
     show("A from x 14336 -> 16: matmul", lambda: wide @ down.mT, nbytes=2 * wide.numel())
     show("dB = dY^T u 14336", lambda: wide.mT @ low, nbytes=2 * wide.numel())
     show("dA = dU^T x 14336", lambda: low.mT @ wide, nbytes=2 * wide.numel())
+    for rank in (16, 32):
+        thin, b = normal(m, rank), torch.randn(INNER, rank, device="cuda")
+        into = torch.empty_like(thin)
+        both = lambda thin=thin, b=b, into=into: adapter_gradients.over_output(wide, thin, b, into)  # noqa: E731
+        show(f"dU and dB in one pass 14336, rank {rank}", both, nbytes=2 * wide.numel())
     show("A from codes 14336 -> 16: w8a16", lambda: w8a16.linear(down, h, None, "none", None), nbytes=wide.numel())
 
 
@@ -150,11 +156,7 @@ def adapters(show: Callable[..., None], m: int, n: int, k: int, ranks: tuple[int
     )
     dense = lambda: low.mT @ fused.dequantize(plain, torch.bfloat16)  # noqa: E731
     show(f"dA, codes to bfloat16 first {name}", dense, nbytes=m * k)
-    chunk = adapter_columns.CHUNK
-    for adapter_columns.CHUNK in (512, 1024, 2048):
-        label = f"dA from the codes, {adapter_columns.CHUNK} tokens a block {name}"
-        show(label, lambda: adapter_columns.sums_over_tokens(low, q), nbytes=m * k)
-    adapter_columns.CHUNK = chunk
+    show(f"dA from the codes {name}", lambda: adapter_gradients.over_tokens(low, q), nbytes=m * k)
     show(f"A from the codes, one by one {name}", lambda: fused.low_rank(plain, downs, torch.bfloat16), nbytes=m * k)
 
 
@@ -172,7 +174,42 @@ def tensor_mm(a: ScaledTensor, w: ScaledTensor, one: torch.Tensor) -> torch.Tens
     )
 
 
-PARTS = {"rows": row_kernels, "adapters": adapter_steps, "groups": group_kernels, "products": all_products}
+def attention_backends(show: Callable[..., None], m: int) -> None:
+    """Of torch, causal, 32 heads over 8: forward, and both ways."""
+    length = 4096
+    shapes = [(m // length, heads, length, 128) for heads in (32, 8, 8)]
+    q, k, v = (normal(*shape).requires_grad_() for shape in shapes)
+    dy, flops = normal(*shapes[0]), 2 * m * 32 * length * 128  # half of the scores
+    for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
+
+        def forward(backend: SDPBackend = backend) -> torch.Tensor:
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+        def both(forward: Callable[[], torch.Tensor] = forward) -> object:
+            return torch.autograd.grad(forward(), (q, k, v), dy)
+
+        show(f"attention forward, {backend.name}", forward, flops=flops)
+        show(f"attention both ways, {backend.name}", both, flops=flops * 7 // 2)
+
+
+def head(show: Callable[..., None], m: int) -> None:
+    """Logits and their gradient's product by tokens at once; Liger takes 512 for this vocabulary."""
+    x, w = normal(m, HIDDEN), normal(128256, HIDDEN) / 64
+    for chunk in (512, 1024, 2048, 4096):
+        part, logits, flops = x[:chunk], x[:chunk] @ w.mT, 2 * chunk * w.numel()
+        show(f"logits of {chunk} tokens", lambda part=part: part @ w.mT, flops=flops)
+        show(f"their gradient's product, {chunk} tokens", lambda logits=logits: logits @ w, flops=flops)
+
+
+PARTS = {
+    "attention": attention_backends,
+    "head": head,
+    "rows": row_kernels,
+    "adapters": adapter_steps,
+    "groups": group_kernels,
+    "products": all_products,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

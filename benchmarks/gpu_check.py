@@ -28,7 +28,7 @@ from octavo import E4M3, E5M2, FrozenFloat8Linear, PerBlock, PerGroup, PerRow, P
 from octavo.base.hardware import caps_of
 from octavo.formats.codec import decode, encode
 from octavo.formats.reference import dequantize_ref, quantize_ref
-from octavo.ops import adapter_columns, fused, groups, native
+from octavo.ops import adapter_columns, adapter_gradients, fused, groups, native
 from octavo.ops.linear import linear
 from octavo.ops.lora import Projection, project
 from octavo.testing import FLOOR_DB, assert_sqnr, sqnr_db
@@ -323,7 +323,12 @@ def adapters_in_columns(device: str) -> str:
             )
         fused.on_kernels = kernels
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True)), (m, n, k)
-        sums = adapter_columns.sums_over_tokens(low.bfloat16(), forward)[:, :k]
+        sums = adapter_gradients.over_tokens(low.bfloat16(), forward).sum(0)[:, :k]
+        dy, into = torch.randn(m, n, device=device, dtype=torch.bfloat16), torch.empty(m, ranks[-1], device=device)
+        into, part = into.bfloat16(), low.bfloat16()[:, -ranks[-1] :]
+        db = adapter_gradients.over_output(dy, part, up, into)
+        assert_sqnr(into, dy.double() @ up.bfloat16().double(), 54.0, "dY B")
+        assert_sqnr(db, dy.double().mT @ part.double(), 54.0, "dB")
         assert_sqnr(sums, low.bfloat16().double().mT @ dequantize_ref(forward).double()[:, :k], 55.0, "dA")
         y = native.scaled_mm(forward, wide, torch.bfloat16)
         seen = dequantize_ref(forward).double()[:, :k]

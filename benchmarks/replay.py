@@ -40,7 +40,7 @@ from octavo.formats.spec import SPECS
 from octavo.integrations import fused as fused_layers
 from octavo.integrations.peft import get_peft_model, lora_config
 from octavo.kernels.cuda import loader
-from octavo.ops import adapter_columns, dequant, fused, native
+from octavo.ops import adapter_columns, adapter_gradients, dequant, fused, native
 from octavo.workflows.planner.memory import memory
 from octavo.workflows.planner.model import Model
 from octavo.workflows.planner.setup import Setup
@@ -269,7 +269,8 @@ def _on_a_gpu(model_type: str) -> Iterator[None]:
         (fused_layers, "codes_suffice", lambda weight: True),
         (loader, "launch", lambda *a: None),
         (native, "aligned", lambda x: x),
-        (adapter_columns, "_master", lambda part: part),
+        (adapter_columns, "master", lambda part: part),
+        (adapter_gradients, "master", lambda part: part),
     ]
     with ExitStack() as stack:
         for owner, name, other in instead:

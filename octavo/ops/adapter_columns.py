@@ -26,7 +26,7 @@ import torch.nn.functional as F
 
 from octavo.formats.codec import decode, encode
 from octavo.formats.granularity import PerBlock, PerGroup, PerRow
-from octavo.formats.reference import dequantize_ref, quantize_ref
+from octavo.formats.reference import quantize_ref
 from octavo.formats.scale import power_of_two_above
 from octavo.formats.scaled import ScaledTensor
 from octavo.formats.spec import E4M3
@@ -37,8 +37,6 @@ TERMS = 3
 STEP = 16  # of the sizes that FP8 products take
 COLUMNS = 128  # what they go through at once: fewer are no faster, and rows stay on lines of the cache
 LEAST = 2.0**-100  # of scales: their inverse is finite, and so is what it multiplies
-CHUNK = 1024  # tokens that one block of over_tokens.cu adds up
-MOST_RANKS = 48  # whose sums it holds in registers
 WARPS = 8  # of a block of threads, a row each
 
 
@@ -83,7 +81,7 @@ def encode_downs(adapters: Sequence[torch.Tensor], scalings: Sequence[float]) ->
         return Downs(codes, step.flatten() * by)
     codes, unit = torch.empty((room, k), dtype=torch.uint8, device=device), torch.empty(rank, device=device)
     ends = list(accumulate(len(a) for a in adapters))
-    masters = [*(_master(a) for a in adapters), None, None][:3]
+    masters = [*(master(a) for a in adapters), None, None][:3]
     factors = [np.float32(s) for s in (*scalings, 0.0, 0.0)][:3]
     sizes = np.int32(ends[0]), np.int32(ends[min(1, len(ends) - 1)]), np.int32(rank), np.int32(k)
     grid = (rank + room - TERMS * rank,)
@@ -137,7 +135,7 @@ def extended(w: ScaledTensor, b: torch.Tensor, begin: int, downs: Downs) -> Scal
     codes = torch.empty((n, k + downs.room), dtype=torch.uint8, device=w.codes.device)
     scale = torch.empty(w.granularity.scale_shape((n, k + downs.room)), device=w.codes.device)
     sizes = (np.int32(size) for size in (n, k, rank, begin, downs.rank, downs.room))
-    arguments = w.codes, w.scale, _master(b), downs.unit, codes, scale, np.float32(columns), *sizes
+    arguments = w.codes, w.scale, master(b), downs.unit, codes, scale, np.float32(columns), *sizes
     variant = loader.Variant("ups.cu", (("BLOCKS", int(blocks)),))
     loader.launch(variant, (-(-n // WARPS),), 32 * WARPS, arguments, codes)
     return ScaledTensor(codes, scale, E4M3, w.granularity)
@@ -159,34 +157,6 @@ def _with_terms(
     for i, part in enumerate((leading, trailing, leading)):
         wide[:, k + begin + i * downs.rank :][:, : part.shape[1]] = part
     return wide
-
-
-def sums_over_tokens(low: torch.Tensor, q: ScaledTensor) -> torch.Tensor:
-    """low [M, R]^T @ dequantize(q) [M, K] -> [R, K] float32, from the codes; operands as exact as bfloat16."""
-    (m, k), rank = q.shape, low.shape[1]
-    if not fused.on_kernels(low) or not m:
-        return low.float().mT @ dequantize_ref(q)
-    chunks, low, grouped = -(-m // CHUNK), low.contiguous(), isinstance(q.granularity, PerGroup)
-    sums = torch.empty((chunks, rank, k), device=low.device)
-    for begin in range(0, rank, MOST_RANKS):
-        part = (
-            sums if rank <= MOST_RANKS else torch.empty((chunks, min(MOST_RANKS, rank - begin), k), device=low.device)
-        )
-        ranks = -(-part.shape[1] // 16)
-        defines = {
-            "X_BF16": int(low.dtype == torch.bfloat16),
-            "RANKS": ranks,
-            "CHUNK": CHUNK,
-            "ALIGNED": int(rank % 8 == 0 and low.data_ptr() % 16 == 0),
-            "GROUPED": int(grouped),
-        }
-        strides = (np.int64(size) for size in (q.codes.stride(0), rank, q.scale.stride(1)))
-        arguments = q.codes, q.scale, low[:, begin:], part, np.int64(m), np.int32(k), np.int32(part.shape[1]), *strides
-        variant = loader.Variant("over_tokens.cu", tuple(defines.items()))
-        loader.launch(variant, (-(-k // 256), chunks), 128, arguments, low)
-        if part is not sums:
-            sums[:, begin : begin + MOST_RANKS] = part
-    return sums.sum(0)
 
 
 def _append(q: ScaledTensor, low: torch.Tensor, downs: Downs, kept: torch.Tensor | None) -> ScaledTensor:
@@ -260,7 +230,7 @@ def _shrink(codes: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
     return torch.where(nan | (by == 1.0), codes, encode(decode(codes, E4M3) / by, E4M3))
 
 
-def _master(part: torch.Tensor) -> torch.Tensor:
+def master(part: torch.Tensor) -> torch.Tensor:
     """Float32, contiguous, on 16 bytes."""
     part = part.detach().float().contiguous()
     return part if part.data_ptr() % 16 == 0 else part.clone()

@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 
 from octavo.formats.scaled import ScaledTensor
-from octavo.ops import adapter_columns, fused, groups, native
+from octavo.ops import adapter_columns, adapter_gradients, fused, groups, native
 from octavo.ops.projections import (
     Norm,
     Operand,
@@ -212,11 +212,15 @@ class _Backward:
         self.quantized = quantized
         self.adapters = adapters_of(projections)
         self.low_gradient = grads[0].new_empty(len(grads[0]), rank_of(projections))  # of x A^T
-        self.of_b: list[torch.Tensor] = []
-        for adapter in self.adapters:
-            dy = grads[adapter.index]
-            torch.mm(dy, adapter.b.to(dtype), out=self.low_gradient[:, adapter.columns])
-            self.of_b.append(dy.mT @ cast(torch.Tensor, operand.low)[:, adapter.columns])
+        self.of_b = [
+            adapter_gradients.over_output(
+                grads[adapter.index],
+                cast(torch.Tensor, operand.low)[:, adapter.columns],
+                adapter.b,
+                self.low_gradient[:, adapter.columns],
+            )
+            for adapter in self.adapters
+        ]
 
     def input_gradient(self) -> torch.Tensor:
         quantized, self.quantized = self.quantized, None
@@ -242,12 +246,10 @@ class _Backward:
         found: list[torch.Tensor | None] = [None] * len(needed)
         if not self.adapters or not any(needed):
             return found
-        together = adapter_columns.sums_over_tokens(
-            self.low_gradient, self.operand.q
-        )  # one pass over x for all of them
+        parts = adapter_gradients.over_tokens(self.low_gradient, self.operand.q)  # one pass over x for all of them
         for adapter, db in zip(self.adapters, self.of_b, strict=True):
-            found[2 * adapter.index] = (together[adapter.columns] * adapter.scaling).to(adapter.a.dtype)
-            found[2 * adapter.index + 1] = db.to(adapter.b.dtype)
+            da = adapter_gradients.add_parts(parts[:, adapter.columns], torch.empty_like(adapter.a), adapter.scaling)
+            found[2 * adapter.index], found[2 * adapter.index + 1] = da, db.to(adapter.b.dtype)
         return found
 
 

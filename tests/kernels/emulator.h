@@ -83,7 +83,7 @@ static int launch(dim3 grid, int threads, Kernel body) {
     return 0;
 }
 
-struct Exchange { uint32_t a[32][4], b[32][2]; float value[32]; };
+struct Exchange { uint32_t a[32][4], b[32][2]; float value[32]; const uint16_t* rows[32]; };
 static Exchange exchanges[MAX_THREADS / 32];
 }  // namespace emulator
 
@@ -225,6 +225,20 @@ static uint32_t transpose_8x8(uint32_t pair) {
     sync_warp();
     return result;
 }
+static void load_any(uint32_t (&to)[4], const void* row, bool turned) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    emulator::Exchange& shared = emulator::exchanges[threadIdx.x / 32];
+    shared.rows[lane] = static_cast<const uint16_t*>(row);
+    sync_warp();
+    for (int i = 0; i < 4; ++i) {
+        const uint16_t* const* rows = shared.rows + 8 * i;
+        to[i] = turned ? rows[2 * t][g] | uint32_t(rows[2 * t + 1][g]) << 16
+                       : rows[g][2 * t] | uint32_t(rows[g][2 * t + 1]) << 16;
+    }
+    sync_warp();
+}
+static inline void load_matrices(uint32_t (&to)[4], const void* row) { load_any(to, row, false); }
+static inline void load_turned_matrices(uint32_t (&to)[4], const void* row) { load_any(to, row, true); }
 static float fp16_value(uint32_t bits) { return float_of_fp16(uint16_t(bits)); }
 static inline void mma_fp16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) { mma_any<fp16_value>(c, a, b); }
 static inline void mma_bf16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) { mma_any<float_of_bf16>(c, a, b); }

@@ -6,7 +6,7 @@ import torch
 from octavo.formats.granularity import PerBlock, PerRow
 from octavo.formats.reference import dequantize_ref, quantize_ref
 from octavo.formats.spec import E4M3
-from octavo.ops import adapter_columns, fused, groups
+from octavo.ops import adapter_columns, adapter_gradients, fused, groups
 from octavo.testing import FLOOR_DB, assert_sqnr
 
 pytestmark = pytest.mark.usefixtures("on_host")
@@ -72,7 +72,7 @@ def test_columns_of_groups_and_blocks(both):
         q.codes[2] = 0
         forward, kept = adapter_columns.append_products(q, downs, torch.bfloat16)
         q, _ = groups.quantize_tokens(normal(12, 384).bfloat16(), spare=downs.room)
-        sums = adapter_columns.sums_over_tokens(low, q)
+        sums = adapter_gradients.over_tokens(low, q).sum(0)
         assert sums.isnan().all(1).tolist() == [j == 2 for j in range(44)]
         wanted = low.double().mT @ dequantize_ref(q).double()
         assert_sqnr(sums.nan_to_num(), wanted.nan_to_num(), FLOOR_DB["rounding", "bfloat16"])
@@ -87,17 +87,38 @@ def test_columns_of_groups_and_blocks(both):
 
 
 @pytest.mark.parametrize("m, k, rank", [(5, 16, 4), (1100, 72, 16), (300, 336, 60)])
-def test_sums_over_tokens(both, m, k, rank):
+def test_over_tokens(both, m, k, rank):
     """Ends within a chunk of tokens, a block of columns and the ranks of a block; against float64."""
     low = normal(m, rank, seed=1).bfloat16()
 
     def run():
         q, _ = fused.quantize_tokens(normal(m, k).bfloat16(), spare=128)
-        return adapter_columns.sums_over_tokens(low, q), low.double().mT @ dequantize_ref(q).double()
+        return adapter_gradients.over_tokens(low, q).sum(0), low.double().mT @ dequantize_ref(q).double()
 
     for found, want in both(run):
         assert found.shape == (rank, k) and found.dtype == torch.float32
         assert_sqnr(found, want, FLOOR_DB["rounding", "bfloat16"])
+
+
+@pytest.mark.parametrize("m, n, rank", [(5, 16, 4), (150, 1096, 16), (100, 560, 17)])
+def test_over_output(both, m, n, rank):
+    """Ends within a block of columns, of tokens and within the ranks; against float64."""
+    dy, b, low = normal(m, n).bfloat16(), normal(n, rank, seed=1), normal(m, rank + 3, seed=2).bfloat16()[:, 2:-1]
+
+    def run():
+        into = torch.full((m, rank + 5), 7.0).bfloat16()
+        return adapter_gradients.over_output(dy, low, b, into[:, 1:-4]), into
+
+    for db, into in both(run):
+        assert db.dtype == torch.float32 and bool((into[:, 0] == 7).all() and (into[:, -4:] == 7).all())
+        assert_sqnr(db, dy.double().mT @ low.double(), FLOOR_DB["rounding", "bfloat16"] - 1)
+        assert_sqnr(into[:, 1:-4], dy.double() @ b.bfloat16().double(), FLOOR_DB["rounding", "bfloat16"] - 1)
+
+
+def test_parts_of_a_sum(both):
+    parts = normal(3, 5, 12)
+    for found in both(lambda: adapter_gradients.add_parts(parts[:, 1:4], torch.empty(3, 9), 0.5)):
+        assert torch.allclose(found, parts[:, 1:4, :9].sum(0) * 0.5)
 
 
 @pytest.mark.parametrize("power", [-20, 0, 20])

@@ -138,6 +138,22 @@ DEVICE u32 transpose_8x8(u32 pair) {
     return result;
 }
 
+// Four 8 x 8 matrices of 16-bit values from shared memory. Lane l names the 16 bytes of row l % 8 of matrix l / 8; lane
+// (g, t) gets of each matrix row g, columns 2t and 2t + 1. Turned: of the transposes.
+DEVICE void load_matrices(u32 (&to)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(u32(__cvta_generic_to_shared(row)))
+                 : "memory");
+}
+
+DEVICE void load_turned_matrices(u32 (&to)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(u32(__cvta_generic_to_shared(row)))
+                 : "memory");
+}
+
 // c += a b, a 16 x 16 row-major, b 16 x 8 column-major, FP32 accumulation (PTX ISA, mma.m16n8k16).
 DEVICE void mma_fp16(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "

@@ -1,0 +1,90 @@
+"""Gradients of LoRA adapters, each from one pass over what is long: dA from the codes of the input, dB and dU from dY.
+
+U = x A^T, y = U B^T: dB = dY^T U, dU = dY B, dA = dU^T x. Blocks of a kernel add up tokens or columns of their own; the
+parts are added in one order, so that gradients have the same bits every time.
+
+Every function has two forms, CUDA kernels and plain torch, which differ in the order of additions.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from octavo.formats.granularity import PerGroup
+from octavo.formats.reference import dequantize_ref
+from octavo.formats.scaled import ScaledTensor
+from octavo.kernels.cuda import loader
+from octavo.ops import fused
+from octavo.ops.adapter_columns import master
+
+CHUNK = 1024  # tokens that one block of over_tokens.cu adds up
+MOST_RANKS = 48  # whose sums it holds in registers
+MOST_COLUMNS = 32  # ranks that low_gradients.cu takes
+STRIP, TOKENS = 512, 16  # columns of one of its blocks, tokens of a stage
+
+
+def over_tokens(low: torch.Tensor, q: ScaledTensor) -> torch.Tensor:
+    """low [M, R]^T @ dequantize(q) [M, K], from the codes: float32 parts [P, R, K] of the sum, for `add_parts`.
+
+    Operands are as exact as bfloat16.
+    """
+    (m, k), rank = q.shape, low.shape[1]
+    if not fused.on_kernels(low) or not m:
+        return (low.float().mT @ dequantize_ref(q))[None]
+    chunks, low, grouped = -(-m // CHUNK), low.contiguous(), isinstance(q.granularity, PerGroup)
+    sums = torch.empty((chunks, rank, k), device=low.device)
+    for begin in range(0, rank, MOST_RANKS):
+        part = (
+            sums if rank <= MOST_RANKS else torch.empty((chunks, min(MOST_RANKS, rank - begin), k), device=low.device)
+        )
+        ranks = -(-part.shape[1] // 16)
+        defines = {
+            "X_BF16": int(low.dtype == torch.bfloat16),
+            "RANKS": ranks,
+            "CHUNK": CHUNK,
+            "ALIGNED": int(rank % 8 == 0 and low.data_ptr() % 16 == 0),
+            "GROUPED": int(grouped),
+        }
+        strides = (np.int64(size) for size in (q.codes.stride(0), rank, q.scale.stride(1)))
+        arguments = q.codes, q.scale, low[:, begin:], part, np.int64(m), np.int32(k), np.int32(part.shape[1]), *strides
+        variant = loader.Variant("over_tokens.cu", tuple(defines.items()))
+        loader.launch(variant, (-(-k // 256), chunks), 128, arguments, low)
+        if part is not sums:
+            sums[:, begin : begin + MOST_RANKS] = part
+    return sums
+
+
+def over_output(dy: torch.Tensor, low: torch.Tensor, b: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+    """dy [M, N] @ b [N, r] -> `into` [M, r], of the dtype of dy; returns dy^T @ low [N, r] float32.
+
+    low [M, r] of the dtype of dy, b of any, multiplied in that of dy.
+    """
+    (m, n), rank = dy.shape, b.shape[1]
+    if not fused.on_kernels(dy) or dy.dtype != torch.bfloat16 or rank > MOST_COLUMNS or n % 8 or not m:
+        into.copy_(dy @ b.to(dy.dtype))
+        return (dy.mT @ low).float()
+    ranks = -(-rank // 16)
+    blocks, strips = (3 - ranks) * loader.limits(dy.device)[0], -(-n // STRIP)
+    chunk = TOKENS * -(-m * strips // (TOKENS * blocks))
+    du = torch.empty((strips, m, 16 * ranks), device=dy.device)
+    db = torch.empty((-(-m // chunk), n, 16 * ranks), device=dy.device)
+    stages = 4 * ranks
+    variant = loader.Variant("low_gradients.cu", (("RANKS", ranks), ("STAGES", stages)), stages * 2 * STRIP * TOKENS)
+    sizes = np.int64(m), np.int32(n), np.int32(rank), np.int64(low.stride(0)), np.int32(chunk)
+    loader.launch(variant, (strips, len(db)), 256, (dy, master(b), low, du, db, *sizes), dy)
+    add_parts(du, into)
+    return add_parts(db, torch.empty((n, rank), device=dy.device))
+
+
+def add_parts(parts: torch.Tensor, into: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+    """parts [P, M, >= N] float32, summed over P, times factor -> `into` [M, N], whose rows are contiguous."""
+    m, n = into.shape
+    if not fused.on_kernels(parts) or into.dtype not in (torch.float32, torch.bfloat16) or parts.stride(1) % 4:
+        return into.copy_(parts[..., :n].sum(0) * factor)
+    sizes = np.float32(factor), np.int32(len(parts)), np.int64(parts.stride(0)), np.int64(m), np.int32(n)
+    strides = np.int32(parts.stride(1)), np.int64(into.stride(0))
+    variant = loader.Variant("sum_parts.cu", (("TO_BF16", int(into.dtype == torch.bfloat16)),))
+    grid = (-(-m * -(-n // 4) // 256),)
+    loader.launch(variant, grid, 256, (parts, into, *sizes, *strides), into)
+    return into
