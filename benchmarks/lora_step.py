@@ -46,11 +46,18 @@ from octavo.workflows.planner.source import published
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SEQUENCE, GIB = 4096, 2**30
+RECIPES = {
+    "channel": Recipe.named("channel", activation="token"),
+    "block128": Recipe.named("block128", activation="group128"),
+    "po2": Recipe.named("block128", activation="token", scale_format="po2"),
+}
 
 
 @dataclass(frozen=True)
 class Variant:
-    base: str  # bf16 | channel | block128 | codes: random ones, by channel
+    base: (
+        str  # bf16 | channel | block128 | po2: block128, scales powers of two, as rows | codes: random ones, by channel
+    )
     micro: int  # sequences a step
     checkpointing: int = 0  # every n-th layer is run again in backward; 0: none
     liger: bool = True
@@ -76,6 +83,7 @@ VARIANTS = {
     "fused-full": Variant("channel", 4, fused=True, checkpointing=1),
     "block-2": Variant("block128", 2, fused=True),
     "block-4": Variant("block128", 4, fused=True),
+    "block-po2-4": Variant("po2", 4, fused=True),
 }
 LARGE = {
     "70b": Variant("codes", 1, fused=True),
@@ -103,9 +111,10 @@ def build(variant: Variant, shape: str, layers: int | None) -> nn.Module:
     else:
         adapt = get_peft_model if variant.fused else lambda model, lora: plain_peft(model, register(lora))
         if variant.base != "codes":
-            model = convert(
-                model, Recipe.named(variant.base, activation="group128" if variant.base == "block128" else "token")
-            )
+            model = convert(model, RECIPES[variant.base])
+        for module in model.modules() if variant.base == "po2" else ():
+            if isinstance(module, FrozenFloat8Linear):
+                module.to_rows()
         model = adapt(model, lora)
     if variant.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -10,12 +10,15 @@ from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
 
 from octavo.base.hardware import caps_of
-from octavo.formats.granularity import PerBlock
+from octavo.base.log import logger
+from octavo.formats.granularity import Granularity, PerBlock, PerRow
+from octavo.formats.scale import is_power_of_two
 from octavo.integrations.fused import FUSED, projection_of
 from octavo.modules.experts import FrozenFloat8Experts
 from octavo.modules.frozen import FrozenFloat8Linear
 from octavo.ops.backends import BACKENDS, Problem
 
+BLOCK = PerBlock(128, 128)
 ENOUGH = 0.5  # of the FP8 linears, below which rounding inputs costs quality for little speed
 
 
@@ -30,14 +33,17 @@ class Chosen:
 def choose_activation(model: nn.Module, given: Chosen | None = None) -> Chosen:
     """What the FP8 linears of a PeftModel best do to their inputs while it trains; set on them.
 
-    `token`, over scales in 128 x 128 blocks `group128`, where at least half of them then run fused, else `none`.
-    Experts count as three linears each. given: what has been decided before.
+    `token`, over scales in 128 x 128 blocks `group128`, where at least half of them then run fused, else `none`. Scales
+    in blocks that are powers of two become scales per row where that gives `token`: faster products. Experts count as
+    three linears each. given: what has been decided before.
     """
     modules = [m for m in model.modules() if isinstance(m, FrozenFloat8Linear | FrozenFloat8Experts)]
     linears = [m for m in modules if isinstance(m, FrozenFloat8Linear)]
+    if given is None or given.activation == "token":
+        _blocks_to_rows(linears)
     if given is not None or not linears:
         return _set(modules, given or Chosen("none", "no linear in FP8"))
-    blocks = sum(m.rule.granularity == PerBlock(128, 128) for m in linears)
+    blocks = sum(m.rule.granularity == BLOCK for m in linears)
     mode = "group128" if 2 * blocks > len(linears) else "token"
     _set(modules, Chosen(mode, "a trial"))
     fused, reasons = 0, dict[str, int]()
@@ -54,6 +60,22 @@ def choose_activation(model: nn.Module, given: Chosen | None = None) -> Chosen:
     if fused and total > len(linears):
         most = "experts run one by one"
     return _set(modules, Chosen("none", most))
+
+
+def _blocks_to_rows(linears: Sequence[FrozenFloat8Linear]) -> None:
+    """All of them or none: layers that share an input are of one kind."""
+    blocks = [m for m in linears if m.rule.granularity == BLOCK]
+    if not blocks or any(_refused(m, "linear", PerRow(), "token") for m in blocks):
+        return
+    if all(bool(is_power_of_two(m.weight_scale).all()) for m in blocks):
+        changed, total = sum(m.to_rows() for m in blocks), sum(m.weight.numel() for m in blocks)
+        logger().info("block scales as row scales: %d of %d codes lost bits to a subnormal", changed, total)
+
+
+def _refused(base: FrozenFloat8Linear, op: str, granularity: Granularity, activation: str) -> str | None:
+    (n, k), device = base.weight.shape, base.weight.device
+    problem = Problem(op, device.type, tile=granularity.tile, activation=activation, m=4, n=n, k=k)
+    return BACKENDS["native"].refuse(problem, caps_of(device))
 
 
 def _set(modules: Sequence[FrozenFloat8Linear | FrozenFloat8Experts], chosen: Chosen) -> Chosen:
@@ -75,11 +97,10 @@ def why_not(layer: nn.Module) -> str | None:
     base = layer.base_layer if isinstance(layer, LoraLinear) else layer
     if not isinstance(base, FrozenFloat8Linear):
         return "linears in 16 bit"
-    (n, k), granularity, device = base.weight.shape, base.rule.granularity, base.weight.device
+    granularity = base.rule.granularity
     ops = ("linear",) if isinstance(granularity, PerBlock) else ("linear", "linear_dx")  # blocks take another way back
     for op in ops:
-        problem = Problem(op, device.type, tile=granularity.tile, activation=base.activation, m=4, n=n, k=k)
-        refused = BACKENDS["native"].refuse(problem, caps_of(device))
+        refused = _refused(base, op, granularity, base.activation)
         if refused:
             return refused
     if isinstance(layer, LoraLinear) and any(getattr(d, "p", 0.0) > 0 for d in layer.lora_dropout.values()):

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from octavo.base.errors import ConfigError, ShapeError
+from octavo.formats.rows import as_rows
 from octavo.formats.rule import Rule
 from octavo.formats.scaled import ScaledTensor
 from octavo.modules.guard import refuse_readers_of_codes
@@ -140,6 +141,15 @@ class FrozenFloat8Linear(nn.Linear):
             raise ShapeError("FrozenFloat8Linear.load_scaled", got=got, need=need)
         self.weight.copy_(q.codes)
         self.weight_scale.copy_(q.scale.reshape(self.weight_scale.shape))
+
+    @torch.no_grad()
+    def to_rows(self) -> int:
+        """Scales per block, powers of two, become scales per row in place; how many codes changed (formats.rows)."""
+        q, changed = as_rows(self.scaled())
+        self.rule = self.rule.per(q.granularity)
+        self.weight.copy_(q.codes)
+        self.weight_scale = FrozenParameter(q.scale)
+        return changed
 
     @property
     def base_layer(self) -> NoReturn:

@@ -5,10 +5,12 @@ import torch
 
 import octavo
 from octavo import Recipe
+from octavo.formats.granularity import PerRow
 from octavo.integrations import fast_path
 from octavo.integrations.fast_path import choose_activation
 from octavo.modules.frozen import FrozenFloat8Linear
 from octavo.ops.backends import Backend
+from octavo.testing import assert_sqnr
 from tests.integrations.test_fused import adapted, build
 
 
@@ -47,6 +49,26 @@ def test_a_decoder_that_is_not_known(tensor_cores):
 
 def test_dropout_of_the_adapters(tensor_cores):
     assert choose_activation(build(dropout=0.1)).reason == "dropout on the inputs of adapters"
+
+
+def test_power_of_two_blocks_become_rows(tensor_cores, tiny_llama_128):
+    """Where that gives products of rows, also on resuming; a fine-tune that keeps 16-bit inputs leaves them alone."""
+
+    def build():
+        recipe = Recipe.named("block128", activation="none", scale_format="po2")
+        return adapted(octavo.load(tiny_llama_128, recipe, device="cpu"), ["q_proj"])
+
+    def linears(model):
+        return [module for module in model.modules() if isinstance(module, FrozenFloat8Linear)]
+
+    before, after, again, left = (build() for _ in range(4))
+    assert choose_activation(after).activation == "token"
+    choose_activation(again, fast_path.Chosen("token", "as the run began"))
+    choose_activation(left, fast_path.Chosen("none", "as the run began"))
+    for old, new, same, kept in zip(*map(linears, (before, after, again, left)), strict=True):
+        assert new.rule.granularity == same.rule.granularity == PerRow() and kept.rule == old.rule
+        assert_sqnr(new.dequantize(), old.dequantize().double(), 45.0)
+        assert torch.equal(new.weight, same.weight)
 
 
 def test_scales_in_blocks_take_groups(tensor_cores, tiny_llama, tiny_llama_128):
