@@ -1,6 +1,6 @@
 """`octavo bench decode` with variants, batches and prompts of your own: a line a case, then JSON.
 
-    python benchmarks/decode.py [--layers 32] [--batches 1,8] [--prompts 128,8192] [--only NAME ...] [--out FILE]
+    python benchmarks/decode.py [--layers 32] [--batches 1,8] [--prompts 128,2048] [--only NAME ...] [--out FILE]
 
 --no-overlap: kernels of a step are set up only after the one before has ended.
 """
@@ -25,7 +25,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--batches", default="1,8")
-    parser.add_argument("--prompts", default="128")
+    parser.add_argument("--prompts", default="128,2048")
     parser.add_argument("--only", nargs="*", choices=list(decode.VARIANTS), default=list(decode.VARIANTS))
     parser.add_argument("--parts", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--overlap", action=argparse.BooleanOptionalAction, default=True)

@@ -1,4 +1,4 @@
-"""Decoding for `model.generate`: a cache made once, and on a GPU one CUDA graph for a whole step.
+"""Decoding for `model.generate`: a cache made once, and on a GPU one CUDA graph for a whole step or a short prompt.
 
 decoder = octavo.Decoder(model, capacity=4096).warmup()
 model.generate(**inputs, max_new_tokens=200, custom_generate=decoder)
@@ -12,20 +12,22 @@ from typing import Any, Self, cast
 
 import torch
 from torch import nn
-from transformers import Cache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from octavo.base.errors import ConfigError, ShapeError, UnsupportedError
 from octavo.integrations.decoder_step import DecoderStep
-from octavo.integrations.float8_cache import StoredLayer, layer_scales, use_attention
-from octavo.integrations.measuring import cache_argument
+from octavo.integrations.float8_cache import layer_scales
 from octavo.modules.kv_storage import Granularity, KVStorage
-from octavo.ops.attention import why_not
+from octavo.ops.attention import CachedKV, why_not
 from octavo.ops.graphs import capture
 from octavo.store.scales import Scales
 
 STOP_TOKENS = 16
 POLL = 16  # steps between two looks at whether all rows have ended
+# Prompts of so many tokens in all have graphs, for lengths that are multiples of GRAPH_STEP: their launches would take
+# longer than their products. What is behind the end of a prompt is written over by the answer.
+GRAPH_TOKENS, GRAPH_STEP = 2048, 128
 NONE = -1
 
 
@@ -36,7 +38,8 @@ class Decoder:
         up weights become views of packed ones; to train, load it again.
     capacity: tokens of prompt and answer together that there is room for.
     kv_cache: `token-head` or `tensor` (FP8; see Float8Cache, which `scales` are of) or `16bit`.
-    graph: default on a GPU, where it is what makes decoding fast; without, the same step runs op by op.
+    graph: default on a GPU, where it is what makes decoding fast; without, the same step runs op by op. Prompts without
+        padding of up to GRAPH_TOKENS tokens get graphs, too, each when a length comes for the second time.
 
     Greedy decoding happens on the device alone, up to POLL steps past the last end of a row, which are cut off. With a
     sampler, a logits processor or other stopping criteria the logits of each step pass through them. A streamer gets
@@ -68,18 +71,19 @@ class Decoder:
             kind = {"tensor": 0, "token-head": 1, "16bit": 2}[kv_cache]
             if reason := why_not(self.step.width, self.device, self.step.dtype, kind):
                 raise UnsupportedError("Decoder", got=reason, fix="Use model.generate without it.")
-        use_attention(model)
         self.state: _State | None = None
 
     @torch.no_grad()
-    def warmup(self, batch: int = 1, *, padded: bool = False) -> Self:
+    def warmup(self, batch: int = 1, *, padded: bool = False, prompt: int = 0) -> Self:
         """Allocate, compile and capture for `batch` rows: what the first call of that size would otherwise do.
 
-        padded: for prompts of different lengths, padded at the left.
+        padded: for prompts of different lengths, padded at the left. prompt: also for prompts of so many tokens.
         """
         if self.state is None or self.state.batch != batch or padded > self.state.padded:
             self.state = None  # the memory of the other size first
             self.state = _State(self, batch, padded)
+        if prompt:
+            self.state.graph_of(prompt, now=True)
         return self
 
     @torch.no_grad()
@@ -123,7 +127,7 @@ class _State:
 
     def __init__(self, decoder: Decoder, batch: int, padded: bool) -> None:
         # Not the decoder itself: in a cycle the graph of an earlier batch size would outlive it.
-        self.model, self.step, self.batch, self.padded = decoder.model, decoder.step, batch, padded
+        self.step, self.batch, self.padded, self.capacity = decoder.step, batch, padded, decoder.capacity
         step, device = decoder.step, decoder.device
         shape = batch, step.kv_heads, 0, step.width
         like = torch.empty(shape, dtype=step.dtype, device=device)
@@ -142,23 +146,36 @@ class _State:
         self.stops = torch.full((STOP_TOKENS,), NONE, dtype=torch.int64, device=device)
         self.pad = torch.zeros(1, dtype=torch.int64, device=device)
         self.captured = capture(self._step, device) if decoder.graph else None
+        self.prompts: dict[int, _PromptGraph | None] = {}  # None: a length that came once
+
+    @property
+    def caches(self) -> list[CachedKV]:
+        return [cast(CachedKV, storage.kv) for storage in self.storages]
 
     def prefill(self, prompt: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-        """The model's own forward over the prompt [B, P], with these caches -> logits [B, V] of its last tokens."""
-        model = cast(Any, self.model)
+        """The prompt [B, P] into the caches -> logits [B, V] of its last tokens."""
         for storage in self.storages:
             storage.reset()
-        options: dict[str, Any] = {cache_argument(model): Cache(layers=[StoredLayer(s) for s in self.storages])}
         self.mask.fill_(1)
         self.padding.zero_()
         if attention_mask is not None:
             seen = attention_mask.to(self.tokens.device)
             self.mask[:, : seen.shape[1]] = seen
             self.padding.copy_((seen == 0).sum(1))
-            options["attention_mask"] = seen
-            options["position_ids"] = (seen.cumsum(1) - 1).clamp(min=0)
-        logits = model(input_ids=prompt, use_cache=True, logits_to_keep=1, **options).logits[:, -1]
-        return cast(torch.Tensor, logits)
+            return self.step.prompt(prompt, self.caches, self.mask, self.padding)
+        graph = self.graph_of(prompt.shape[1])
+        return self.step.prompt(prompt, self.caches) if graph is None else graph(prompt)
+
+    def graph_of(self, count: int, now: bool = False) -> _PromptGraph | None:
+        """For prompts of `count` tokens without padding; now: do not wait until a length comes again."""
+        size = -(-count // GRAPH_STEP) * GRAPH_STEP
+        windows = [layer.window for layer in self.step.layers if layer.window]
+        if self.captured is None or size > min([self.capacity, GRAPH_TOKENS // self.batch, *windows]):
+            return None
+        if self.prompts.get(size) is None:
+            again = now or size in self.prompts
+            self.prompts[size] = _PromptGraph(self, size) if again else None
+        return self.prompts[size]
 
     def start(self, prompt: int, ends: torch.Tensor | None, config: GenerationConfig) -> None:
         """A prompt of so many tokens is in the caches."""
@@ -185,11 +202,32 @@ class _State:
         self.tokens.copy_(following)
 
     def _step(self) -> None:
-        caches = [cast(Any, storage.kv) for storage in self.storages]
         mask, padding = (self.mask, self.padding) if self.padded else (None, None)
-        self.logits = self.step(self.tokens, caches, self.length, mask, padding)
+        self.logits = self.step(self.tokens, self.caches, self.length, mask, padding)
         self.length.add_(1)
         self.take(self.logits.argmax(-1))
+
+
+class _PromptGraph:
+    """Prompts of up to `size` tokens a row into the caches of `state`."""
+
+    def __init__(self, state: _State, size: int) -> None:
+        step, caches, device = state.step, state.caches, state.tokens.device
+        tokens = self.tokens = torch.zeros(state.batch, size, dtype=torch.int64, device=device)
+        last = self.last = torch.zeros(1, dtype=torch.int64, device=device)
+        found = self.found = [torch.empty(0)]
+
+        def run() -> None:
+            found[:] = [step.prompt(tokens, caches, last=last)]
+
+        self.graph = capture(run, device, warm=1, beside=state.captured)
+
+    def __call__(self, prompt: torch.Tensor) -> torch.Tensor:
+        """prompt [B, P] -> logits [B, V], good until the next graph runs."""
+        self.tokens[:, : prompt.shape[1]] = prompt
+        self.last.fill_(prompt.shape[1] - 1)
+        self.graph.replay()
+        return self.found[0]
 
 
 def _greedy(state: _State, logits: torch.Tensor, prompt: int, longest: int, ends: torch.Tensor | None) -> torch.Tensor:

@@ -21,11 +21,10 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 from octavo.base.errors import ConfigError, MismatchError, UnsupportedError
 from octavo.formats.architectures import layer_index
 from octavo.modules.kv_storage import Granularity, KVStorage
-from octavo.ops.attention import CachedKV, attend, decoded, why_not
+from octavo.ops.attention import DECODED_AT_ONCE, CachedKV, attend, decoded, why_not
 from octavo.store.scales import Scales
 
 ATTENTION = "octavo"
-DECODED_AT_ONCE = 1 << 26  # 16-bit values of keys, of as many heads as that takes
 
 
 class Float8Cache(Cache):  # type: ignore[misc]

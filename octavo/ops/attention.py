@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import cast
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
 
 from octavo.base.hardware import HardwareCaps, caps_of
 from octavo.formats.granularity import PerRow, PerTensor
 from octavo.formats.rule import Rule
 from octavo.formats.scaled import ScaledTensor
+from octavo.formats.spec import E4M3
 from octavo.kernels.cuda import loader
 from octavo.kernels.splits import (
     HEADS_AT_ONCE,
@@ -31,6 +34,7 @@ from octavo.ops.backends import Problem, refuse_kernels
 from octavo.ops.quantize import dequantize, quantize
 
 STORE_THREADS = 128
+DECODED_AT_ONCE = 1 << 26  # 16-bit values of keys, of as many heads as that takes
 LAYER, TOKEN_HEAD, SIXTEEN_BIT = 0, 1, 2  # what `KV` is to the kernels
 OVERLAP = True  # kernels of a step may be set up before the one before has ended
 
@@ -84,8 +88,9 @@ def decoded(codes: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype)
     if scale is None:
         return codes.to(dtype)
     granularity = PerRow() if scale.dim() else PerTensor()
-    scale = scale.contiguous()[..., None] if scale.dim() else scale
-    return dequantize(ScaledTensor(codes.contiguous(), scale, Rule().spec, granularity), dtype)
+    rows = codes.reshape(-1, codes.shape[-1]).contiguous()
+    q = ScaledTensor(rows, scale.reshape(-1, 1) if scale.dim() else scale, E4M3, granularity)
+    return dequantize(q, dtype).view(codes.shape)
 
 
 def why_not(head: int, device: torch.device, dtype: torch.dtype, kind: int = LAYER) -> str | None:
@@ -154,6 +159,44 @@ def attend(
     return y if seen is None else torch.where(seen.any(-1), y, torch.zeros_like(y))
 
 
+def attend_prompt(
+    q: torch.Tensor, kv: CachedKV, scaling: float, begin: int, *, mask: torch.Tensor | None = None, window: int = 0
+) -> torch.Tensor:
+    """q [B, n, Hq, D], tokens at places begin to begin + n, whose keys and values are in the cache -> [B, n, Hq, D].
+
+    Each attends to those before it and to itself, by torch's own attention over the decoded cache, a few key heads at a
+    time. mask, window: as in `attend`; a token that a mask hides sees itself.
+    """
+    n, last, heads = q.shape[1], begin + q.shape[1], kv.keys.shape[1]
+    first = max(0, begin + 1 - window) if window else 0
+    group, bias = q.shape[2] // heads, _causal(n, last - first, window, mask, first, q.device)
+    at_once = max(1, min(heads, DECODED_AT_ONCE // max(1, len(q) * (last - first) * kv.head)))
+    found = []
+    for head in range(0, heads, at_once):
+        end = min(heads, head + at_once)
+        keys, values = kv.between(first, last).heads(head, end).decoded(q.dtype)
+        some = q[:, :, head * group : end * group].transpose(1, 2)
+        y = F.scaled_dot_product_attention(some, keys, values, bias, scale=scaling, enable_gqa=True)
+        found.append(y.transpose(1, 2))
+    return found[0] if len(found) == 1 else torch.cat(found, dim=2)
+
+
+def _causal(
+    n: int, seen: int, window: int, mask: torch.Tensor | None, first: int, device: torch.device
+) -> torch.Tensor:
+    """What n tokens, the last of `seen` from place `first` on, attend to."""
+    if mask is None and (not window or seen <= window):
+        return cast(torch.Tensor, causal_lower_right(n, seen))
+    token = torch.arange(seen - n, seen, device=device)[:, None]
+    place = torch.arange(seen, device=device)
+    allowed = place <= token
+    if window:
+        allowed &= place > token - window
+    if mask is None:
+        return allowed
+    return (allowed & mask[:, None, None, first : first + seen].bool()) | (place == token)
+
+
 def on_kernels(x: torch.Tensor) -> bool:
     return x.is_cuda
 
@@ -166,7 +209,7 @@ def store(
     length: torch.Tensor | None,
     rotary: Rotary | None = None,
 ) -> None:
-    """kv_store.cu. rotary: rotate k and the queries in it on the way; k and v then have one token a row."""
+    """kv_store.cu. rotary: rotate k and the queries in it on the way."""
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
     batch, heads, tokens, _ = k.shape
     defines = {
@@ -179,13 +222,13 @@ def store(
     }
     variant = loader.Variant("kv_store.cu", tuple(defines.items()))
     r = rotary or Rotary()
-    q_heads = r.q.shape[1] if r.q is not None else 0
+    q_heads = r.q.shape[2] if r.q is not None else 0
     units = q_heads + 2 * heads
     arguments = (
         *(r.q, k, v, r.out, kv.keys, kv.values, kv.k_scale, kv.v_scale, kv.nans),
         *(r.cosine, r.sine, r.q_norm, r.k_norm, length, r.padding),
         *(np.int32(at), np.int32(tokens), np.int32(q_heads), np.int32(heads), np.float32(r.epsilon)),
-        np.int64(r.q.stride(0) if r.q is not None else 0),
+        *(np.int64(r.q.stride(i) if r.q is not None else 0) for i in range(2)),
         *(np.int64(stride) for x in (k, v) for stride in x.stride()[:3]),
         *(np.int64(stride) for stride in kv.keys.stride()[:2]),
     )
@@ -195,7 +238,7 @@ def store(
 
 @dataclass(frozen=True)
 class Rotary:
-    """What kv_store.cu needs to rotate: queries q [B, Hq, D] and where they go, the tables [positions, D / 2] in the
+    """What kv_store.cu needs to rotate: queries q [B, n, Hq, D] and where they go, the tables [positions, D / 2] in the
     dtype of q, for Qwen3 the weights [D] of its norms, and int32 [B] tokens of padding before each row's first.
     """
 

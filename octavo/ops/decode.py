@@ -70,26 +70,28 @@ def rotate_and_append(
     length: torch.Tensor,
     norms: HeadNorms | None = None,
 ) -> torch.Tensor:
-    """qkv [B, (Hq + 2 H) D], one token a row: its rotated queries [B, Hq, D]; keys and values go to place `length`.
+    """qkv [B n, (Hq + 2 H) D] -> its rotated queries [B, n, Hq, D]; keys and values go to places `length` and after.
 
-    length: int32 [1], tokens in the cache. norms: applied before the rotation.
+    length: int32 [1], tokens in the cache of B rows. norms: applied before the rotation.
     """
-    batch, head, heads = len(qkv), kv.head, kv.keys.shape[1]
-    x = qkv.view(batch, -1, head)
-    q, k, v = torch.split(x, [q_heads, heads, heads], dim=1)
+    batch, head, heads = len(kv.keys), kv.head, kv.keys.shape[1]
+    x = qkv.view(batch, len(qkv) // batch, -1, head)
+    q, k, v = torch.split(x, [q_heads, heads, heads], dim=2)
     if not on_kernels(qkv):
         if norms is not None:
             q, k = norm(q, norms.queries, norms.epsilon), norm(k, norms.keys, norms.epsilon)
-        place = length.expand(batch) - (positions.padding if positions.padding is not None else 0)
-        cosine, sine = (torch.cat((t[place],) * 2, dim=-1)[:, None] for t in (positions.cosine, positions.sine))
+        place = length + torch.arange(x.shape[1], device=x.device)
+        if positions.padding is not None:
+            place = (place - positions.padding[:, None]).clamp(min=0)
+        cosine, sine = (torch.cat((t[place],) * 2, dim=-1)[..., None, :] for t in (positions.cosine, positions.sine))
         q, k = (y * cosine + _half_turned(y) * sine for y in (q, k))
-        append(kv, k[:, :, None], v[:, :, None], length=length)
+        append(kv, k.transpose(1, 2), v.transpose(1, 2), length=length)
         return q
-    out = torch.empty((batch, q_heads, head), dtype=qkv.dtype, device=qkv.device)
+    out = torch.empty(q.shape, dtype=qkv.dtype, device=qkv.device)
     rotary = Rotary(q, out, positions.cosine, positions.sine, padding=positions.padding)
     if norms is not None:
         rotary = replace(rotary, q_norm=norms.queries, k_norm=norms.keys, epsilon=norms.epsilon)
-    store(kv, k[:, :, None], v[:, :, None], 0, length, rotary)
+    store(kv, k.transpose(1, 2), v.transpose(1, 2), 0, length, rotary)
     return out
 
 

@@ -2,11 +2,13 @@
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from octavo.base.errors import ConfigError, ShapeError, UnsupportedError
+from octavo.integrations import decoder_step, decoding
 from octavo.integrations.decoding import Decoder
 from octavo.integrations.float8_cache import Float8Cache
 from octavo.integrations.measuring import cache_argument, load_base, new_cache
@@ -81,6 +83,42 @@ def test_few_tokens(models, new):
     model = opened(models["llama"])
     want = generated(model, max_new_tokens=new, **cached(model, "token-head"))
     assert torch.equal(generated(model, max_new_tokens=new, custom_generate=Decoder(model, capacity=32)), want)
+
+
+@pytest.mark.parametrize("how", ["plain", "padded"])
+@pytest.mark.parametrize("name", ["qwen3", "mistral"])
+def test_long_prompts(models, monkeypatch, name, how):
+    """Prompts that come in parts, some of them beyond the window."""
+    model = opened(models[name])
+    want = generated(model, **cached(model, "token-head"), **GENERATIONS.get(how, {}))
+    monkeypatch.setattr(decoder_step, "TOKENS_AT_ONCE", 6)
+    found = generated(model, custom_generate=Decoder(model, capacity=40), **GENERATIONS.get(how, {}))
+    assert torch.equal(found, want)
+
+
+def test_prompts_in_graphs(models, monkeypatch):
+    """With a graph that runs its function again: any length up to that of the graph, which the second prompt brings."""
+    captured = []
+
+    def capture(run, device, warm=2, beside=None):
+        captured.append(run)
+        run()
+        return SimpleNamespace(replay=run)
+
+    monkeypatch.setattr(decoding, "capture", capture)
+    monkeypatch.setattr(decoding, "GRAPH_STEP", 8)
+    model = opened(models["llama"])
+    decoder = Decoder(model, capacity=40, graph=True).warmup(2)
+    for count, graphs in ((20, 1), (18, 2), (24, 2), (20, 2), (25, 2), (7, 2)):
+        ids = torch.randint(4, 260, (2, count), generator=torch.Generator().manual_seed(count))
+        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        want = generated(model, **given, **cached(model, "token-head"))
+        assert torch.equal(generated(model, **given, custom_generate=decoder), want)
+        assert len(captured) == graphs
+    decoder.warmup(2, prompt=7)
+    assert len(captured) == 3
+    padded = generated(model, custom_generate=decoder, **GENERATIONS["padded"])
+    assert torch.equal(padded, generated(model, **cached(model, "token-head"), **GENERATIONS["padded"]))
 
 
 def test_weights_are_not_kept_twice(models):

@@ -57,16 +57,17 @@ def test_gate(both, dtype, activation, k):
 @DTYPES
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "head, normed, padded", [(64, False, False), (96, True, True), (128, True, False), (32, False, True)]
+    "head, tokens, normed, padded",
+    [(64, 1, False, False), (96, 3, True, True), (128, 1, True, False), (32, 1, False, True), (32, 4, False, False)],
 )
-def test_rotate_and_append(both, kind, dtype, head, normed, padded):
+def test_rotate_and_append(both, kind, dtype, head, tokens, normed, padded):
     """Queries, codes and scales: bit for bit without the norm, whose sum has another order."""
     batch, q_heads, heads = 2, 5, 2
     angle = torch.rand(40, head // 2, generator=torch.Generator().manual_seed(5)) * 6
-    padding = torch.tensor([0, 7], dtype=torch.int32) if padded else None
+    padding = torch.tensor([0, 11], dtype=torch.int32) if padded else None
     positions = decode.Positions(angle.cos().to(dtype), angle.sin().to(dtype), padding)
     norms = decode.HeadNorms(*(values(head, dtype=dtype, seed=s) for s in (3, 4)), 1e-6) if normed else None
-    qkv = values(batch, (q_heads + 2 * heads) * head, dtype=dtype)
+    qkv = values(batch * tokens, (q_heads + 2 * heads) * head, dtype=dtype)
 
     def run():
         kv = empty(kind, batch, heads, 16, head, dtype)
@@ -74,10 +75,11 @@ def test_rotate_and_append(both, kind, dtype, head, normed, padded):
         return decode.rotate_and_append(qkv, kv, q_heads, positions, length, norms), kv
 
     (q, kv), (want_q, want_kv) = both(run)
-    assert kv.values[:, :, 9].equal(want_kv.values[:, :, 9])
+    new = slice(9, 9 + tokens)
+    assert kv.values[:, :, new].equal(want_kv.values[:, :, new]) and q.shape == (batch, tokens, q_heads, head)
     if not normed:
-        assert torch.equal(q, want_q) and kv.keys[:, :, 9].equal(want_kv.keys[:, :, 9])
+        assert torch.equal(q, want_q) and kv.keys[:, :, new].equal(want_kv.keys[:, :, new])
     assert_sqnr(q, want_q, 55.0)
-    found, want = (CachedKV.between(x, 9, 10).decoded(torch.float32)[0] for x in (kv, want_kv))
+    found, want = (CachedKV.between(x, 9, 9 + tokens).decoded(torch.float32)[0] for x in (kv, want_kv))
     assert_sqnr(found, want, 30.0)
     assert CachedKV.between(kv, 8, 9).decoded(torch.float32)[0].isnan().all()

@@ -15,7 +15,7 @@ def fake_cuda(monkeypatch):
     for name in ("Stream", "CUDAGraph", "device", "stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph, stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool, stream: nullcontext())
 
 
 class Cycle:
@@ -38,12 +38,12 @@ def test_an_error_inside(fake_cuda):
 
     def run():
         calls.append(gc.isenabled())
-        if len(calls) > 2:
+        if len(calls) > 3:
             raise RuntimeError("capture")
 
     with pytest.raises(RuntimeError, match="capture"):
         capture(run, torch.device("cpu"))
-    assert calls == [True, True, False] and gc.isenabled()
+    assert calls == [True, True, True, False] and gc.isenabled()
 
 
 def test_who_collects_nothing_still_does_not(fake_cuda):

@@ -1,5 +1,6 @@
 // New keys and values into a cache, at a position read from device memory so that a captured graph finds the next one;
-// in a decoding step also the rotary embedding of queries and keys, before which Qwen3 normalizes each head.
+// with ROTARY also the rotary embedding of queries [B, tokens, q_heads, HEAD] and keys, before which Qwen3 normalizes
+// each head.
 //
 // 16-bit keys, values and, with ROTARY, queries; cache [B, kv_heads, capacity, HEAD] of E4M3 codes or 16-bit values.
 // Codes are bit for bit formats.reference: RNE(x / scale) with scale given (KV 0), or amax / 448 of the head's finite
@@ -94,7 +95,7 @@ DEVICE void store_codes(u8* to, float* scale, int* nans, const Head& x, int lane
 KERNEL(THREADS, 1)
 NAME(const u16* q, const u16* k, const u16* v, u16* q_out, u8* keys, u8* values, float* k_scale, float* v_scale,
      int* nans, const u16* cosine, const u16* sine, const u16* q_norm, const u16* k_norm, const int* length, const int* padding,
-     int added, int tokens, int q_heads, int kv_heads, float epsilon, i64 q_batch, i64 k_batch, i64 k_head, i64 k_token,
+     int added, int tokens, int q_heads, int kv_heads, float epsilon, i64 q_batch, i64 q_token, i64 k_batch, i64 k_head, i64 k_token,
      i64 v_batch, i64 v_head, i64 v_token, i64 batch_stride, i64 head_stride) {
     const int lane = threadIdx.x % 32, unit = int(blockIdx.y) * (THREADS / 32) + threadIdx.x / 32;
     const int batch = int(blockIdx.x) / tokens, token = int(blockIdx.x) % tokens;
@@ -104,19 +105,20 @@ NAME(const u16* q, const u16* k, const u16* v, u16* q_out, u8* keys, u8* values,
     const int place = (length != nullptr ? *length : 0) + added + token;
     const int kind = unit < rotated ? 0 : unit < rotated + kv_heads ? 1 : 2;
     const int head = kind == 0 ? unit : (unit - rotated) % kv_heads;
-    const u16* from = kind == 0 ? q + batch * q_batch + i64(head) * HEAD
+    const u16* from = kind == 0 ? q + batch * q_batch + token * q_token + i64(head) * HEAD
                     : kind == 1 ? k + batch * k_batch + head * k_head + token * k_token
                                 : v + batch * v_batch + head * v_head + token * v_token;
     Head x = loaded(from, lane);
 #if ROTARY
     if (kind < 2) {
         if (NORM) normalize(x, kind == 0 ? q_norm : k_norm, epsilon, lane);
-        const i64 position = place - (padding != nullptr ? padding[batch] : 0);
+        const int shift = padding != nullptr ? padding[batch] : 0;
+        const i64 position = place > shift ? place - shift : 0;
         rotate(x, cosine + position * (HEAD / 2), sine + position * (HEAD / 2), lane);
     }
 #endif
     if (kind == 0) {
-        store(q_out + (i64(batch) * q_heads + head) * HEAD, x, lane);
+        store(q_out + (i64(blockIdx.x) * q_heads + head) * HEAD, x, lane);
         return;
     }
     const i64 at = batch * batch_stride + head * head_stride + i64(place) * HEAD;

@@ -10,8 +10,10 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -27,6 +29,7 @@ from octavo.base.report import atomic_write
 
 SOURCES = Path(__file__).parent
 _IMPORTING = Lock()
+_WANTED: ContextVar[dict[Variant, None] | None] = ContextVar("wanted", default=None)
 STATIC_SHARED = 48 << 10  # bytes of shared memory that a block gets without asking
 # A kernel that spills, keeps local arrays or computes in FP64 is a mistake, on any GPU: it does not compile.
 PTXAS = ["--warn-on-spills", "--warn-on-local-memory-usage", "--warn-on-double-precision-use", "-Werror"]
@@ -115,6 +118,19 @@ def warm_up(variants: Iterable[Variant], device: torch.device) -> None:
         list(pool.map(lambda variant: load(variant, sm), variants))
 
 
+@contextmanager
+def only_compiling(device: torch.device) -> Iterator[None]:
+    """Inside it launches of this thread do nothing. What they would launch is compiled at the end, several at once."""
+    wanted: dict[Variant, None] = {}
+    token = _WANTED.set(wanted)
+    try:
+        yield
+    finally:
+        _WANTED.reset(token)
+    if wanted:
+        warm_up(wanted, device)
+
+
 def launch(
     variant: Variant,
     grid: tuple[int, ...],
@@ -128,6 +144,9 @@ def launch(
     arguments: tensors and None are passed as addresses, numpy scalars as they are. overlap: may start before the kernel
     before has ended (device.cuh, wait_for_previous_kernel).
     """
+    if (wanted := _WANTED.get()) is not None:
+        wanted[variant] = None
+        return
     device = x.device
     if device.index != torch.cuda.current_device():
         with torch.cuda.device(device):

@@ -1,6 +1,7 @@
 """Decoding an 8B Llama shape with random weights: tokens a second through `model.generate`, and where the time goes.
 
 Rivals in the same run: Transformers' own loop in BF16, and BF16 weights with a BF16 cache in our loop and CUDA graph.
+prefill_ms: of the prompt alone; in Transformers' loop of a prompt and two tokens.
 The gate: logits of captured steps over forced tokens, against the model's own forward with the same kind of cache.
 """
 
@@ -48,7 +49,7 @@ def rows(
     device: str,
     only: Iterable[str] = VARIANTS,
     batches: Iterable[int] = (1, 8),
-    prompts: Iterable[int] = (128,),
+    prompts: Iterable[int] = (128, 2048),
     parts: bool = True,
 ) -> Iterator[dict[str, Any]]:
     """Case by case. config: of the model. OctavoError where the gate of a variant says no."""
@@ -97,7 +98,9 @@ def _measured(
 ) -> dict[str, Any]:
     ids = torch.randint(0, cast(Any, model).config.vocab_size, (batch, prompt), device=device)
     started = time.perf_counter()
-    decoder = Decoder(model, capacity=prompt + NEW, kv_cache=kv_cache).warmup(batch) if kv_cache else None
+    decoder = Decoder(model, capacity=prompt + NEW, kv_cache=kv_cache) if kv_cache else None
+    if decoder is not None:
+        decoder.warmup(batch, prompt=prompt)
     torch.cuda.synchronize()
     row: dict[str, Any] = {"warmup_s": round(time.perf_counter() - started, 2)} if decoder else {}
     new = NEW if decoder is not None else NEW // 4
@@ -119,6 +122,7 @@ def _measured(
     row |= {"tokens_s": round(batch * (new - 2) / (long - short), 1), "prefill_ms": round(short * 1e3, 1)}
     if decoder is not None:
         state = cast(Any, decoder.state)
+        row["prefill_ms"] = round(milliseconds(lambda: state.prefill(ids, None), rounds=10), 2)
         state.length.fill_(prompt)
         row["step_ms"] = round(milliseconds(state.advance, rounds=40), 3)
         row["kv_bytes_a_token"] = sum(storage.nbytes for storage in state.storages) // (batch * (prompt + NEW))
