@@ -44,6 +44,7 @@ ROWS = 8  # of the batch that decodes
 WAYS = {  # of backend w8a16: tokens at a time, and what takes them
     "w8a16, up to 16 tokens": (16, Tokens(ring=16)),
     "w8a16, tiles": (64, Tokens(ring=0, tile=128)),
+    "w8a16, two terms, ours": (128, Tokens(ring=0, term_blocks=128)),
     "w8a16, two terms": (CONTEXT, Tokens(ring=0, terms=CONTEXT)),
     "w8a16, decoded weights": (CONTEXT, Tokens(ring=0, tile=0)),
 }
