@@ -82,7 +82,9 @@ class _Binding:
             norm = getattr(layer, self.written.mlp_norm)
             gated = _Mlp(self, norm, mlp, self.activation, offset)
             groups.append(gated)
-            if self.written.plain:
+            if (
+                self.written.plain and "forward" not in layer.__dict__
+            ):  # what accelerate wraps moves inputs between devices
                 _PlainLayer(self, first, gated)
         layer.__dict__[FUSED] = groups
 
@@ -358,6 +360,8 @@ def _frozen(parameter: torch.Tensor | None) -> bool:
 
 
 def _hooked(layer: nn.Module) -> bool:
+    if "_hf_hook" in layer.__dict__:  # accelerate's, inside of the forward that it wrapped
+        return True
     return bool(layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
 
 

@@ -24,7 +24,8 @@ def refuse_readers_of_codes(depth: int = 2) -> None:
     if routine in _MERGES:
         raise RefusedError(
             f"PEFT's own {routine} reads the FP8 codes of this layer as weights and would lose the adapter",
-            fix="Wrap the model with octavo.integrations.peft.get_peft_model, or export the run with octavo export.",
+            fix="Make adapters with get_peft_model of octavo.integrations.peft, further ones with its register, or "
+            "export the run with octavo export.",
         )
     if routine == "init" or (routine.endswith("_init") and routine != "__init__"):
         raise RefusedError(

@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 from peft import LoraConfig
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -312,6 +313,29 @@ def test_hooks_see_what_they_always_saw(plain):
         plain(model, input_ids=tokens())
         model(input_ids=tokens())
     assert len(seen) == 4 and all(sqnr_db(mine, want) > 20 for mine, want in zip(seen[2:], seen[:2], strict=True))
+
+
+def test_what_accelerate_wraps_stays_wrapped(everywhere):
+    """A model on several devices: its hooks move the inputs of layers and linears."""
+    model, seen = build().base_model.unload(), []
+
+    class Hook(ModelHook):
+        def pre_forward(self, module, *args, **options):
+            seen.append(module)
+            return args, options
+
+    first, second = model.model.layers
+    for layer in (first, second):
+        del layer.__dict__[fused.FUSED], layer.forward
+    hooked = [first, second.self_attn.k_proj, second.post_attention_layernorm]
+    for module in hooked:
+        module.__dict__.pop("forward", None)
+        add_hook_to_module(module, Hook())
+    assert fused.fuse(model) == 2
+    model.get_input_embeddings().requires_grad_(True)
+    everywhere.clear()
+    step(model.train())
+    assert all(module in seen for module in hooked) and everywhere == ["project", "project", "gated_mlp", "project"]
 
 
 def test_a_compiled_model_is_one_graph(everywhere, plain):
