@@ -19,6 +19,8 @@ COLOURS = {
     "w8a16": "#2f6fb3",
     "fused": "#c2502e",
     "compensated": "#3d8b55",
+    "blocks": "#7b4fa3",
+    "blocks-decoded": "#b9a3d3",
 }
 NAMES = {
     "bf16": "BF16 base, in BF16",
@@ -26,9 +28,17 @@ NAMES = {
     "w8a16": "FP8 base, 16-bit products",
     "fused": "FP8 base, FP8 products",
     "compensated": "the same, base compensated",
+    "blocks": "blocks, FP8 products",
+    "blocks-decoded": "blocks decoded, in BF16",
 }
+DASHED = ("dequantized", "w8a16", "blocks-decoded")
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 560, 330, 62, 12, 34, 46
 Curve = list[tuple[float, float]]
+
+
+def oracle_of(variant: str) -> str:
+    """The BF16 run over the same base, decoded: what FP8 products are held against."""
+    return "blocks-decoded" if variant.startswith("blocks") else "dequantized"
 
 
 def figure(rows: Sequence[dict[str, Any]], limit: float) -> str:
@@ -40,18 +50,19 @@ def figure(rows: Sequence[dict[str, Any]], limit: float) -> str:
     gaps = {
         name: [
             [(step, 100 * (loss / other - 1)) for (step, loss), (_, other) in zip(mine, theirs[seed], strict=True)]
+            for theirs in (losses.get(oracle_of(name), {}),)
             for seed, mine in losses[name].items()
             if seed in theirs
         ]
-        for theirs in (losses.get("dequantized", {}),)
         for name in by_variant
-        if name != "dequantized"
+        if name != oracle_of(name)
     }
+    gaps = {name: curves for name, curves in gaps.items() if curves}
     total = 2 * WIDTH
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {total} {HEIGHT + 34}" font-family="sans-serif" '
     parts = [head + 'font-size="12" fill="#1d2330">', f'<rect width="{total}" height="{HEIGHT + 34}" fill="#fff"/>']
     parts.append(_panel(0, "Held-out loss, nats a token", by_variant, None))
-    parts.append(_panel(WIDTH, "Difference from the decoded FP8 base, percent", gaps, limit))
+    parts.append(_panel(WIDTH, "Difference from BF16 over the decoded base, percent", gaps, limit))
     for i, name in enumerate(by_variant):
         x = 20 + i * (total - 20) / len(by_variant)
         parts.append(f'<line x1="{x}" x2="{x + 20}" y1="{HEIGHT + 14}" y2="{HEIGHT + 14}" {_stroke(name, 2.5)}/>')
@@ -100,5 +111,5 @@ def _line(curve: Curve, x: Callable[[float], float], y: Callable[[float], float]
 
 
 def _stroke(name: str, width: float) -> str:
-    dash = ' stroke-dasharray="6 4"' if name in ("dequantized", "w8a16") else ""
+    dash = ' stroke-dasharray="6 4"' if name in DASHED else ""
     return f'stroke="{COLOURS[name]}" stroke-width="{width}"{dash}'

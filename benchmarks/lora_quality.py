@@ -12,6 +12,8 @@ curves: LoRA, r=16 on all linears, float32 adapters, BF16 autocast, the same ada
     w8a16        over the FP8 base, inputs as they are
     fused        over the FP8 base, FP8 products forward and backward
     compensated  the same over a base rounded with compensation (octavo calibrate --moments)
+    blocks       over the FP8 base in 128 x 128 blocks, inputs rounded per group of 128
+    blocks-decoded  over that base decoded to BF16
   on windows of 512 tokens; each is evaluated as it trains, FP8 products included, and fused ones at the end once more
   with inputs as they are, of all linears and of some: what training lost, and what evaluation does.
 gradients: the fused layers of a model that trained a few steps, with the inputs and output gradients that they have
@@ -42,7 +44,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from curves import figure
+from curves import figure, oracle_of
 
 from octavo import FrozenFloat8Linear, Recipe, convert, load
 from octavo.formats.granularity import PerRow
@@ -54,9 +56,9 @@ from octavo.integrations.hub import resolve_model
 from octavo.integrations.peft import get_peft_model
 from octavo.ops.lora import Projection, project
 
-ACTIVATIONS = {"w8a16": "none", "fused": "token", "compensated": "token"}
-VARIANTS = ("bf16", "dequantized", "w8a16", "fused", "compensated")
-LIMITS = {"dequantized": 0.3, "bf16": 0.5}  # percent of the held-out loss, against each of them
+ACTIVATIONS = {"w8a16": "none", "fused": "token", "compensated": "token", "blocks": "group128"}
+VARIANTS = ("bf16", "dequantized", "w8a16", "fused", "compensated", "blocks", "blocks-decoded")
+SAME_BASE, BF16_BASE = 0.3, 0.5  # percent of the held-out loss, against BF16 over the same decoded base and over BF16
 COSINES = {"product": 0.999, "layer": 0.997}
 ERRORS = {"same input": 1e-2, "BF16 input": 4e-2}  # of adapter gradients, relative
 WIDE = {  # how trained adapters are judged once more: with 16-bit inputs of the linears with these ends
@@ -89,8 +91,9 @@ class Lab:
             model = AutoModelForCausalLM.from_config(self.model.config, dtype=torch.bfloat16).to(self.device)
             model.load_state_dict(self.model.state_dict())
         if variant not in ("bf16", "compensated"):
-            model = convert(model, Recipe.named("channel", activation=ACTIVATIONS.get(variant, "none")))
-        if variant == "dequantized":
+            scheme = "block128" if variant.startswith("blocks") else "channel"
+            model = convert(model, Recipe.named(scheme, activation=ACTIVATIONS.get(variant, "none")))
+        if variant.endswith(("dequantized", "decoded")):
             decode(model.to(dtype), dtype)
         torch.manual_seed(seed)
         adapt = get_peft_model if variant in ACTIVATIONS else plain_peft
@@ -173,7 +176,7 @@ def curves(lab: Lab) -> Iterator[dict[str, Any]]:
             model = lab.trained(variant, seed, lab.args.steps, see)
             row = {"part": "curve", "variant": variant, "seed": seed, "held_out": points}
             row |= {"adapters": float(sum(begin)), "seconds": round(time.perf_counter() - started, 1)}
-            if ACTIVATIONS.get(variant) == "token":
+            if ACTIVATIONS.get(variant) in ("token", "group128"):
                 row["judged"] = {how: judged_with(lab, model, ends) for how, ends in WIDE.items()}
             yield row
 
@@ -182,30 +185,31 @@ def judged_with(lab: Lab, model: nn.Module, ends: tuple[str, ...]) -> float:
     """The held-out loss with the inputs of the linears with these ends in 16 bit."""
     named = [(name.removesuffix(".base_layer"), module) for name, module in model.named_modules()]
     layers = [m for name, m in named if isinstance(m, FrozenFloat8Linear) and name.endswith(ends)]
+    before = [layer.activation for layer in layers]
     for layer in layers:
         layer.activation = "none"
     loss = lab.judge(model)
-    for layer in layers:
-        layer.activation = "token"
+    for layer, activation in zip(layers, before, strict=True):
+        layer.activation = activation
     return loss
 
 
 def compared(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Final held-out losses of curves, seed by seed, against those of the two BF16 runs."""
-    final: dict[str, dict[int, float]] = defaultdict(dict)
+    """Final held-out losses, seed by seed, against those of BF16 runs over the same base, decoded, and over BF16."""
+    final: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
     for row in rows:
         if row["part"] == "curve":
-            final[row["variant"]][row["seed"]] = row["held_out"][-1][1]
+            final[row["variant"], ""][row["seed"]] = row["held_out"][-1][1]
         for how, loss in row.get("judged", {}).items():
-            final[f"{row['variant']}, {how} to judge"][row["seed"]] = loss
-    for variant, losses in final.items():
-        for other, limit in LIMITS.items():
-            others = final.get(other, {})
+            final[row["variant"], f", {how} to judge"][row["seed"]] = loss
+    for (variant, how), losses in final.items():
+        for other, limit in ((oracle_of(variant), SAME_BASE), ("bf16", BF16_BASE)):
+            others = final.get((other, ""), {})
             seeds = sorted(losses.keys() & others.keys())
-            if variant not in LIMITS and seeds:
+            if variant not in (other, oracle_of(variant), "bf16") and seeds:
                 gaps = [100 * (losses[seed] / others[seed] - 1) for seed in seeds]
                 mean = sum(gaps) / len(gaps)
-                row = {"part": "held-out loss", "variant": variant, "against": other, "gaps_percent": gaps}
+                row = {"part": "held-out loss", "variant": variant + how, "against": other, "gaps_percent": gaps}
                 yield row | {"mean_percent": mean, "limit_percent": limit, "agrees": mean <= limit}
 
 
@@ -369,7 +373,7 @@ def main(arguments: list[str] | None = None) -> int:
     keep(compared(list(rows)))
     print("\n".join(json.dumps(row) for row in rows))
     if args.svg:
-        args.svg.write_text(figure([row for row in rows if row["part"] == "curve"], LIMITS["dequantized"]))
+        args.svg.write_text(figure([row for row in rows if row["part"] == "curve"], SAME_BASE))
     return 0 if all(row.get("agrees", True) for row in rows) else 1
 
 

@@ -36,14 +36,16 @@ def test_losses_gradients_and_figure(script, tiny_llama, tmp_path, capsys):
     assert list(curves) == list(script.VARIANTS)
     assert len({row["adapters"] for row in curves.values()}) == 1, "every variant starts from the same adapters"
     assert all([step for step, _ in row["held_out"]] == [0, 2, 3] for row in curves.values())
-    assert {name for name, row in curves.items() if "judged" in row} == {"fused", "compensated"}
+    assert {name for name, row in curves.items() if "judged" in row} == {"fused", "compensated", "blocks"}
     assert all(list(row["judged"]) == list(script.WIDE) for row in curves.values() if "judged" in row)
-    assert sum(row["part"] == "held-out loss" for row in rows) == 2 * 9, "two of the three judged in four ways"
+    assert sum(row["part"] == "held-out loss" for row in rows) == 2 * (1 + 3 * 4), (
+        "three of the four judged in four ways"
+    )
     assert script.main(["--read", str(out), "--variants", "fused"]) == 0
     again = tmp_path / "again.jsonl"
     assert script.main(["--read", str(out), "--out", str(again), "--svg", str(svg)]) == 0
     assert again.read_text() == out.read_text()
-    assert svg.read_text().count("<polyline") == 2 * (5 + 4), "a line a seed and one of means, in two panels"
+    assert svg.read_text().count("<polyline") == 2 * (7 + 5), "a line a seed and one of means, in two panels"
 
 
 def test_beyond_a_limit_is_exit_code_one(script, tiny_llama, monkeypatch, capsys):
