@@ -102,15 +102,15 @@ def sums_may_be_fast(k: int) -> bool:
 
 
 def transposed(*codes: torch.Tensor) -> torch.Tensor:
-    """uint8 [N_i, K] of several matrices -> [K, sum of N_i], contiguous."""
-    k, pitch = codes[0].shape[1], sum(part.shape[0] for part in codes)
-    out = codes[0].new_empty(k, pitch)
-    begin = 0
-    for part in codes:
-        n = part.shape[0]
-        arguments = part, out[:, begin:], np.int32(n), np.int32(k), np.int64(pitch)
-        loader.launch(loader.Variant("transpose.cu", ()), (-(-n // 128), -(-k // 128)), 256, arguments, part)
-        begin += n
+    """uint8 [N_i, K] of up to four matrices -> [K, sum of N_i], contiguous."""
+    k, ends = codes[0].shape[1], list(accumulate(part.shape[0] for part in codes))
+    out = codes[0].new_empty(k, ends[-1])
+    four = (*codes, None, None, None)[:4]
+    sizes = [np.int32(end) for end in (*ends, *[ends[-1]] * 3)[:4]]
+    grid = -(-max(part.shape[0] for part in codes) // 128), -(-k // 128), len(codes)
+    loader.launch(
+        loader.Variant("transpose.cu", ()), grid, 256, (*four, out, *sizes, np.int32(k), np.int64(ends[-1])), out
+    )
     return out
 
 

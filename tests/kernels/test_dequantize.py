@@ -29,3 +29,6 @@ def test_every_code(granularity, dtype, k):
 def test_transpose(n, k):
     codes = (torch.arange(n * k) * 31 % 251).to(torch.uint8).view(n, k)
     assert torch.equal(native.transposed(codes), codes.mT)
+    parts = codes[:16], codes, codes.flip(0).contiguous(), codes[:16] + 1
+    for count in (2, 3, 4):
+        assert torch.equal(native.transposed(*parts[:count]), torch.cat(parts[:count]).mT)

@@ -19,6 +19,7 @@
 KERNEL(THREADS, 1)
 NAME(const u16* x, const float* columns, u8* codes, float* scale, i64 M, int K, i64 x_stride, i64 row_stride,
      i64 group_stride) {
+    SHARED float found[THREADS / 16][ROUNDS];
     const int groups = (K + 127) / 128, lane = threadIdx.x % 16;
     const int group = blockIdx.y * (THREADS / 16) + threadIdx.x / 16, k = group * 128 + lane * 8;
     const i64 first = i64(blockIdx.x) * ROUNDS;
@@ -40,7 +41,15 @@ NAME(const u16* x, const float* columns, u8* codes, float* scale, i64 M, int K, 
             else
                 store_codes(codes + row * K + k, loaded[r], reciprocal_of(s));
         }
-        if (row < M && group < groups && lane == 0) scale[row * row_stride + group * group_stride] = s.value;
+        if (lane == 0) found[threadIdx.x / 16][r] = s.value;
+    }
+    // Scales that lie beside each other are written beside each other.
+    __syncthreads();
+    for (int i = threadIdx.x; i < ROUNDS * (THREADS / 16); i += THREADS) {
+        const bool by_rows = group_stride == 1;
+        const int r = by_rows ? i / (THREADS / 16) : i % ROUNDS, at = by_rows ? i % (THREADS / 16) : i / ROUNDS;
+        const i64 row = first + r, of = blockIdx.y * (THREADS / 16) + at;
+        if (row < M && of < groups) scale[row * row_stride + of * group_stride] = found[at][r];
     }
 }
 

@@ -1,18 +1,23 @@
-// Bytes [N, K] -> [K, N] with rows `pitch` apart: W's codes as the FP8 tensor cores want them for dX. A tile of
-// 128 x 128 a block.
+// Bytes of up to four matrices [N_i, K] -> [K, sum of N_i], rows `pitch` apart: W's codes as the FP8 tensor cores want
+// them for dX. Matrix i ends at row end_i of all; an absent one has the end of the one before. A tile of 128 x 128 a block.
 //
 // Loads and stores are 16 bytes. In between, a thread gathers 16 rows of one 32-bit column from shared memory and turns
 // four 4 x 4 blocks of bytes with byte permutes. Rows of shared memory are XOR-swizzled in units of 16 bytes by their
 // group of 16, so that neither side has bank conflicts while neighbouring lanes store neighbouring bytes.
-// Needs N, K and pitch % 16 == 0.
+// Needs N_i, K and pitch % 16 == 0.
 #include "device.cuh"
 
 #define TILE 128
 
 DEVICE int swizzled(int row, int word) { return row * (TILE / 4) + (word ^ (row / 16 * 4)); }
 
-KERNEL(256, 1) NAME(const u8* from, u8* to, int N, int K, i64 pitch) {
+KERNEL(256, 1)
+NAME(const u8* first, const u8* second, const u8* third, const u8* fourth, u8* to, int end0, int end1, int end2,
+     int end3, int K, i64 pitch) {
     SHARED u32 tile[TILE * TILE / 4];
+    const int which = blockIdx.z, begin = which == 0 ? 0 : which == 1 ? end0 : which == 2 ? end1 : end2;
+    const int N = (which == 0 ? end0 : which == 1 ? end1 : which == 2 ? end2 : end3) - begin;
+    const u8* from = which == 0 ? first : which == 1 ? second : which == 2 ? third : fourth;
     const int row0 = blockIdx.x * TILE, column0 = blockIdx.y * TILE;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -39,7 +44,7 @@ KERNEL(256, 1) NAME(const u8* from, u8* to, int N, int K, i64 pitch) {
     }
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-        u8* at = to + (column0 + word * 4 + c) * pitch + row0 + rows;
+        u8* at = to + (column0 + word * 4 + c) * pitch + begin + row0 + rows;
         *reinterpret_cast<uint4*>(at) = uint4{turned[c][0], turned[c][1], turned[c][2], turned[c][3]};
     }
 }
