@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 
 from octavo import PerGroup, Rule
+from octavo.formats.reference import quantize_ref
 from octavo.formats.scaled import ScaledTensor
 from octavo.formats.spec import E4M3
 from octavo.ops import adapter_columns, adapter_gradients, fused, groups, native, w8a16
@@ -75,7 +77,13 @@ def row_kernels(show: Callable[..., None], m: int) -> None:
     show("norm + quantize", norm, nbytes=3 * x.numel())
     rstd = norm()[1]
     show("norm backward", lambda: fused.norm_backward(x, x, weight, rstd), nbytes=6 * x.numel())
-    show("group128 quantize 4096", lambda: native._quantize(x, GROUP), nbytes=3 * x.numel())
+    usual = native.group_block
+    for rows in (4, 8, 2):
+        native.group_block = lambda k, rows=rows: replace(usual(k), rows=rows)
+        by_columns = lambda: native._quantize(x, GROUP, scale_by_columns=True)  # noqa: E731
+        show(f"group128 quantize 4096, {rows} rows", lambda: native._quantize(x, GROUP), nbytes=3 * x.numel())
+        show(f"the same, scales by columns, {rows} rows", by_columns, nbytes=3 * x.numel())
+    native.group_block = usual
     show("gated forward", lambda: fused.gated(wide, other, "silu"), nbytes=7 * wide.numel())
     h, gate, up = fused.gated(wide, other, "silu")
     show(
@@ -174,6 +182,18 @@ def tensor_mm(a: ScaledTensor, w: ScaledTensor, one: torch.Tensor) -> torch.Tens
     )
 
 
+def large_products(show: Callable[..., None], m: int) -> None:
+    """The four large shapes, FP8 by row and by block, and bfloat16; m is not asked for."""
+    for tokens, n, k in ((8192, 8192, 8192), (16384, 6144, 4096), (16384, 28672, 4096), (16384, 4096, 14336)):
+        left, right, flops, name = normal(tokens, k), normal(n, k), 2 * tokens * n * k, f"{tokens}x{n}x{k}"
+        a, w = native.quantize_tokens(left)[0], native.quantize_tokens(right)[0]
+        for fast, sums in ((True, "short"), (False, "long")):
+            show(f"by row, {sums} sums {name}", lambda a=a, w=w, fast=fast: row_mm(a, w, fast), flops=flops)
+        grouped, blocks = groups.quantize_tokens(left)[0], quantize_ref(right.float(), E4M3, groups.BLOCK)
+        show(f"by block {name}", lambda a=grouped, w=blocks: groups.product(a, w, torch.bfloat16), flops=flops)
+        show(f"bfloat16 {name}", lambda left=left, right=right: left @ right.mT, flops=flops)
+
+
 def attention_backends(show: Callable[..., None], m: int) -> None:
     """Of torch, causal, 32 heads over 8: forward, and both ways."""
     length = 4096
@@ -209,6 +229,7 @@ PARTS = {
     "adapters": adapter_steps,
     "groups": group_kernels,
     "products": all_products,
+    "large": large_products,
 }
 
 if __name__ == "__main__":
