@@ -1,6 +1,6 @@
 """A small language model of another architecture, trained here on the demo's training text, to try claims on.
 
-    python benchmarks/small_model.py OUT --family qwen3     or gemma3, phi3; about a minute on two cores
+    python benchmarks/small_model.py OUT --family qwen3     or gpt_neox, gemma3, ...; about a minute on two cores
     python benchmarks/rounding.py block128 --model OUT
 
 Its weights and activations are those of a trained model: outliers, correlated inputs, layers that matter unequally.
@@ -32,7 +32,7 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 0,
     "pad_token_id": 0,
 }
-FAMILIES = {"qwen3": "qwen3", "gemma3": "gemma3_text", "phi3": "phi3"}
+FAMILIES = {name: name for name in ("llama", "qwen2", "qwen3", "phi3", "gpt_neox", "opt")} | {"gemma3": "gemma3_text"}
 
 
 def tokenizer_of(texts: list[str]) -> PreTrainedTokenizerFast:

@@ -42,13 +42,14 @@ TOWER_SEGMENTS = frozenset(
     | {"audio_tower", "audio_model", "audio_encoder", "embed_vision", "embed_audio"}
     | {"multi_modal_projector", "mm_projector", "connector", "image_newline", "aligner", "embed_tokens_extend"}
 )
-HEADS = frozenset({"lm_head", "embed_out", "output_layer", "score", "classifier"})
+HEADS = frozenset({"lm_head", "head", "embed_out", "output_layer", "score", "classifier"})
 EMBEDDINGS = frozenset(
     {"embed_tokens", "wte", "wpe", "word_embeddings", "position_embeddings", "embed_positions", "embed_in"}
     | {"token_type_embeddings", "embed_tokens_per_layer"}
 )
 # weights_proj: the head gate of DeepSeek-V3.2's sparse-attention indexer, built without quantization by engines.
 ROUTERS = frozenset({"router", "gate", "shared_expert_gate", "switch", "weights_proj"})
+_NAMED_ROUTERS = ROUTERS - {"gate"}  # a router whatever is around it or inside of it; Granite's has a `layer`
 MOE_BLOCKS = frozenset({"mlp", "block_sparse_moe", "moe", "feed_forward", "ffn"})
 MTP_SEGMENTS = frozenset({"mtp", "mtp_layers", "mtp_block", "nextn"})
 
@@ -102,6 +103,8 @@ FUSED_DECODERS = {
 }
 # Classes of Transformers that derive from nn.Linear and compute the same; other subclasses may not.
 PLAIN_LINEARS = frozenset({"FalconLinear"})
+# Linears whose weight the modeling code reads past the layer: Mamba's time step.
+READ_AS_WEIGHTS = frozenset({"dt_proj"})
 # GPT-2's Conv1D stores its matrices as [in, out]: neither a row nor a block of such a file is what engines multiply.
 CONV1D_TYPES = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer"})
 
@@ -132,13 +135,13 @@ def role(tensor: str, shape: tuple[int, ...], layers: int | None = None) -> str:
         return "expert" if len(shape) == 3 else "other"
     if module in HEADS or leaf in HEADS:
         return "head"
-    if module in EMBEDDINGS:
-        return "embedding"
     if "norm" in module.lower() or module.startswith("ln_"):
         return "norm"
-    if module in ROUTERS and (module != "gate" or (len(parts) > 2 and parts[-3] in MOE_BLOCKS)):
+    if module in EMBEDDINGS or "embed" in module:
+        return "embedding"
+    if _NAMED_ROUTERS & set(parts) or (module == "gate" and len(parts) > 2 and parts[-3] in MOE_BLOCKS):
         return "router"
-    if leaf == "weight" and len(shape) == 2:
+    if leaf == "weight" and len(shape) == 2 and module not in READ_AS_WEIGHTS:
         return "expert" if "experts" in parts else "linear"
     return "other"
 
