@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from octavo.integrations.quantizer import OctavoConfig as OctavoConfig
     from octavo.integrations.transformers import load as load
     from octavo.modules.convert import convert as convert
+    from octavo.modules.explain import explain as explain
     from octavo.modules.frozen import FrozenFloat8Linear as FrozenFloat8Linear
     from octavo.modules.linear import Float8Linear as Float8Linear
     from octavo.ops.backends import why as why
@@ -58,6 +59,7 @@ _HOME = {
     "dequantize": "octavo.ops.quantize",
     "scaled_mm": "octavo.ops.matmul",
     "why": "octavo.ops.backends",
+    "explain": "octavo.modules.explain",
     "FrozenFloat8Linear": "octavo.modules.frozen",
     "Float8Linear": "octavo.modules.linear",
     "convert": "octavo.modules.convert",

@@ -34,6 +34,7 @@ PUBLIC = {
     "Snapshots",
     "TrainingState",
     "why",
+    "explain",
     "OctavoError",
 }
 
