@@ -22,7 +22,7 @@ from octavo import PerBlock, PerGroup, PerRow, PerTensor, Rule
 from octavo.formats.reference import dequantize_ref, quantize_ref
 from octavo.formats.rounding import EagerColumns
 from octavo.modules.kv_storage import Granularity, KVStorage
-from octavo.ops import adapter_columns, attention, columns, decode, fused, groups, native
+from octavo.ops import adapter_columns, adapter_gradients, attention, columns, decode, fused, groups, native
 from octavo.testing import assert_sqnr
 from octavo.workflows.measures import kv
 
@@ -127,7 +127,7 @@ def rows(device: str) -> str:
 
 
 def adapters(device: str) -> str:
-    """downs.cu, ups.cu, append.cu and over_tokens.cu, per token and per group."""
+    """downs.cu, ups.cu, append.cu, over_tokens.cu, per token and per group; low_gradients.cu and sum_parts.cu."""
     worst = 999.0
     for granularity in (PerRow(), PerBlock(128, 128)):
         m, n, k, rank = 36, 128, 512, 16
@@ -135,6 +135,8 @@ def adapters(device: str) -> str:
         q = octavo.quantize(w, Rule(granularity=granularity))
         a, b = torch.randn(rank, k, device=device) / 22, torch.randn(n, rank, device=device) / 4
         worst = min(worst, both(partial(_with_adapter, x, q, a, b)))
+        dy, low = (torch.randn(m, size, device=device, dtype=x.dtype) for size in (n, rank))
+        worst = min(worst, both(partial(_gradients, dy, low, b)))
     return f"worst {worst:.1f} dB"
 
 
@@ -143,7 +145,12 @@ def _with_adapter(x: torch.Tensor, q: octavo.ScaledTensor, a: torch.Tensor, b: t
     downs = adapter_columns.encode_downs([a], [2.0])
     wide = adapter_columns.extended(q, b, 0, downs)
     forward, kept = adapter_columns.append_products(quantize(x, spare=downs.room)[0], downs, x.dtype)
-    return [wide, forward, kept, adapter_columns.sums_over_tokens(kept, forward)]
+    return [wide, forward, kept, adapter_gradients.over_tokens(kept, forward).sum(0)]
+
+
+def _gradients(dy: torch.Tensor, low: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
+    into = torch.empty_like(low)
+    return [adapter_gradients.over_output(dy, low, b, into), into]
 
 
 def column_loop(device: str) -> str:

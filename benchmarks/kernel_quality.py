@@ -114,7 +114,7 @@ def _steps(model: nn.Module, rows: torch.Tensor, kv_cache: Any) -> torch.Tensor:
     for tokens in rows.mT:
         state.tokens.copy_(tokens)
         state.advance()
-        found.append(state.logits.to(torch.bfloat16))
+        found.append(state.logits.clone())
     return torch.stack(found, dim=1)
 
 

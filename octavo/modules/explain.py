@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import nn
@@ -71,7 +72,7 @@ def _problems(name: str, module: nn.Module) -> list[tuple[str, Problem, torch.de
         return [(name, _problem(rule, module.activation, dtype, *weight.shape), weight.device)]
     if isinstance(module, FrozenFloat8Experts):
         shapes = {"gate_up": (module.intermediate, module.hidden), "down": (module.hidden, module.intermediate)}
-        device = module.down_proj.device
+        device = cast(torch.Tensor, module.down_proj).device
         return [
             (f"{name}.{part}", _problem(module.rule, module.activation, torch.bfloat16, *shape), device)
             for part, shape in shapes.items()
