@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from octavo.base.errors import CheckpointError, ConfigError
-from octavo.base.log import progress
+from octavo.base.errors import CheckpointError, ConfigError, MismatchError
+from octavo.base.log import logger, progress
 from octavo.formats.granularity import PerTensor
 from octavo.formats.recipe import Recipe
 from octavo.integrations.hub import first_line, load_tokenizer, resolve_model
@@ -41,6 +41,22 @@ class Opened:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     folder: Path
+
+    def context(self, wanted: int) -> int:
+        """`wanted` tokens, or with a warning as many as the model has positions for: beyond them it was not trained."""
+        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        if not positions or wanted <= positions:
+            return wanted
+        logger().warning("%s has %d positions: a context of that and not of %d tokens", self.folder, positions, wanted)
+        return int(positions)
+
+    def require_known(self, samples: Iterable[torch.Tensor]) -> None:
+        """MismatchError for tokens, int64, that the model has no embedding for."""
+        known = cast(nn.Embedding, self.model.get_input_embeddings()).num_embeddings
+        if (largest := max(int(sample.max()) for sample in samples)) >= known:
+            what = f"{self.folder}: the tokenizer knows more tokens than the model"
+            fix = "Copy the tokenizer that the model was trained with into the folder."
+            raise MismatchError(what, got=f"token {largest}, {known} embeddings", fix=fix)
 
 
 def compute_dtype(name: str, device: str | None) -> torch.dtype:

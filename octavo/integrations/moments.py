@@ -97,7 +97,8 @@ def moments_of(
     """Open a model in 16 bit in host memory and gather its moments, on a GPU block by block: see `gather_moments`."""
     place = device_of(device)
     opened = measuring.open_model(model, device="cpu", dtype=measuring.compute_dtype(dtype, device))
-    texts, windows = calibration_samples(opened.tokenizer, data, samples, context)
+    texts, windows = calibration_samples(opened.tokenizer, data, samples, opened.context(context))
+    opened.require_known(windows)
     blockwise = None if place.type == "cpu" else place  # in host memory the model is there as a whole anyway
     return gather_moments(opened, texts.fingerprint, windows, out, weighting, device=blockwise, durable=durable)
 

@@ -33,7 +33,7 @@ class Lab:
     ) -> None:
         dtype = measuring.compute_dtype(config.dtype, config.device)
         opened = measuring.open_model(source.folder, device=config.device, dtype=dtype)
-        self.windows = measuring_windows(config, opened.tokenizer)
+        self.windows = measuring_windows(config, opened)
         self.few = -(-len(self.windows) // FEW)
         schemes = dict.fromkeys(option for unit in units for option in unit.rules)
         recipes = {}
@@ -63,9 +63,9 @@ class Lab:
         return {"kl": result.kl.mean, "se": se, "top1": result.top1.mean, "tokens": self.windows.numel()}
 
 
-def measuring_windows(config: TuneConfig, tokenizer: Any) -> torch.Tensor:
+def measuring_windows(config: TuneConfig, opened: measuring.Opened) -> torch.Tensor:
     """Text that calibration does not see: the demo's training topics, else what follows the calibration's samples."""
-    context = min(config.context, config.tokens)
+    tokenizer, context = opened.tokenizer, opened.context(min(config.context, config.tokens))
     demo = config.data == "demo"
     data = load_data(config.data, "train" if demo else "calibration")
     texts, count = data.texts(tokenizer), config.tokens // context
@@ -76,6 +76,7 @@ def measuring_windows(config: TuneConfig, tokenizer: Any) -> torch.Tensor:
     if not len(windows):
         fix = "Give more text, or fewer --samples."
         raise DataError(f"data '{config.data}': no text is left to measure on", need=f"{context} tokens more", fix=fix)
+    opened.require_known(windows)
     if len(windows) < count:
         logger().warning("%s holds %d windows to measure on, %d were asked for", config.data, len(windows), count)
     return windows

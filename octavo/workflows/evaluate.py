@@ -186,9 +186,10 @@ def evaluate(config: EvaluateConfig) -> EvaluateReport:
             device=device,
             dtype=dtype,
         )
-    context = min(config.context, config.tokens)
+    context = opened.context(min(config.context, config.tokens))
     texts, count = data.texts(opened.tokenizer), config.tokens // context
     windows = token_windows(opened.tokenizer, texts, context, count)
+    opened.require_known(windows)
     reference = measuring.open_model(config.against, device=device, dtype=dtype) if config.against else None
     if reference and not torch.equal(windows, token_windows(reference.tokenizer, texts, context, count)):
         what = f"{config.model} and {config.against} cut the same text into different tokens"

@@ -215,6 +215,21 @@ def test_too_little_data(tiny_llama, tmp_path):
         run(tiny_llama, short, tmp_path / "scales.json")
 
 
+@pytest.mark.parametrize("moments", [False, True], ids=["scales", "moments"])
+def test_what_the_model_cannot_take(save_tiny, data, tmp_path, moments):
+    """A context beyond its positions is cut to them; tokens without an embedding are named before anything runs."""
+    from transformers import OPTConfig
+
+    sizes = {"hidden_size": 64, "ffn_dim": 96, "word_embed_proj_dim": 64, "num_hidden_layers": 1}
+    settings = {"moments": tmp_path / "moments"} if moments else {}
+    short = save_tiny(OPTConfig(vocab_size=264, num_attention_heads=4, max_position_embeddings=32, **sizes))
+    report, _ = run(short, data, tmp_path / "scales.json", samples=3, **settings)
+    assert report.tokens == 3 * 32
+    ignorant = save_tiny(OPTConfig(vocab_size=40, num_attention_heads=4, max_position_embeddings=64, **sizes))
+    with pytest.raises(MismatchError, match="knows more tokens than the model"):
+        run(ignorant, data, tmp_path / "others.json", **settings)
+
+
 def test_a_run_folder_is_refused(data, tmp_path):
     (tmp_path / "config.yaml").write_text("model: demo\n")
     with pytest.raises(ConfigError, match="run folder"):

@@ -163,6 +163,15 @@ def test_another_tokenizer_is_refused(tiny_llama, data, tmp_path):
         run(other, data, against=str(tiny_llama))
 
 
+def test_a_context_beyond_the_models_positions_is_cut(tiny_llama, data, tmp_path):
+    short = tmp_path / "short"
+    shutil.copytree(tiny_llama, short)
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 48}))
+    report = run(short, data, against=str(short), scheme="channel")
+    assert (report.context, report.tokens) == (48, 384)
+
+
 def test_broken_weights_are_an_error(tiny_llama, data, tmp_path):
     broken = tmp_path / "broken"
     shutil.copytree(tiny_llama, broken)
