@@ -17,7 +17,7 @@ RunFile = Annotated[
     Path | None,
     typer.Argument(metavar="RUN.yaml", help="Settings, with the names of the flags; flags win.", show_default=False),
 ]
-ATTENTIONS = "auto|flash_attention_3|flash_attention_2|sdpa|eager"
+ATTENTIONS = "auto|flash_attention_4|flash_attention_3|flash_attention_2|sdpa|eager"
 SCHEDULES = "linear|cosine|constant|constant_with_warmup"
 CompletionOnly = Annotated[
     bool | None, option("Loss on answers only.", None, None, "--completion-only/--no-completion-only")

@@ -9,6 +9,7 @@ from transformers import AttentionInterface
 from octavo.base.errors import UnsupportedError
 from octavo.integrations import attention
 from octavo.integrations.attention import choose_attention
+from octavo.testing import fake_caps
 from tests.integrations.test_fused import build, tokens
 
 
@@ -45,6 +46,19 @@ def test_what_runs_is_taken_without_a_word(model, caplog):
     assert choose_attention(model, "eager") == "eager" == model.config._attn_implementation
     assert choose_attention(model, "auto") == "eager"
     assert not caplog.records
+
+
+@pytest.mark.parametrize("own", ["sdpa", "eager"])
+@pytest.mark.parametrize("installed", [True, False], ids=["installed", "absent"])
+@pytest.mark.parametrize("sm", ["sm80", "sm90"])
+def test_auto_takes_the_newest_where_it_is_installed(model, monkeypatch, caplog, sm, installed, own):
+    """Here it cannot run, which is said once."""
+    monkeypatch.setattr(attention, "version_of", lambda package: "4.0.0b36" if installed else None)
+    monkeypatch.setattr(attention, "caps_of", lambda device: fake_caps(sm))
+    choose_attention(model, own)
+    assert choose_attention(model, "auto") == own
+    tried = installed and (sm, own) == ("sm90", "sdpa")
+    assert [r.getMessage()[:42] for r in caplog.records] == ["attention flash_attention_4 does not run: "] * tried
 
 
 def test_soft_caps_have_no_sdpa(caplog):

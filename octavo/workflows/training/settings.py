@@ -46,7 +46,8 @@ class FinetuneConfig(Config):
     epochs. packing: cut samples of exactly `context` tokens from the joined text (default for texts). completion_only:
     count the loss on answers only (default where the data says prompt and completion). checkpointing: `full` runs every
     layer again in backward, `selective` all of it but the attention; `auto` is `none` where the planner says that it
-    fits, else `full`. attention: of Transformers; one that does not run is named in a warning, and sdpa or eager runs.
+    fits, else `full`. attention: of Transformers; one that does not run is named in a warning, and sdpa or eager runs;
+    `auto` is flash_attention_4 where it is installed, on SM90 and later, else the model's own.
     resume: `auto` continues `out` where it has something to continue, `must` insists, `never` wants a new folder.
     save_every: steps that a kill costs at most; a snapshot is due twice as often. adapter_only_every, eval_every: steps
     between; 0 for never; of adapter-only snapshots those since the last full one stay. keep, keep_every, keep_best:
@@ -86,7 +87,7 @@ class FinetuneConfig(Config):
     context: int = pydantic.Field(1024, ge=2)
     packing: bool | None = None
     checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
-    attention: Literal["auto", "flash_attention_3", "flash_attention_2", "sdpa", "eager"] = "auto"
+    attention: Literal["auto", "flash_attention_4", "flash_attention_3", "flash_attention_2", "sdpa", "eager"] = "auto"
     completion_only: bool | None = None
     seed: int = pydantic.Field(0, ge=0)
     report_to: tuple[str, ...] = ()
