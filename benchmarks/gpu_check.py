@@ -329,7 +329,7 @@ def adapters_in_columns(device: str) -> str:
         db = adapter_gradients.over_output(dy, part, up, into)
         assert_sqnr(into, dy.double() @ up.bfloat16().double(), 54.0, "dY B")
         assert_sqnr(db, dy.double().mT @ part.double(), 54.0, "dB")
-        assert_sqnr(sums, low.bfloat16().double().mT @ dequantize_ref(forward).double()[:, :k], 55.0, "dA")
+        assert_sqnr(sums, low.bfloat16().double().mT @ dequantize_ref(forward).double()[:, :k], 54.0, "dA")
         y = native.scaled_mm(forward, wide, torch.bfloat16)
         seen = dequantize_ref(forward).double()[:, :k]
         a = torch.cat(downs)[-ranks[-1] :].double()

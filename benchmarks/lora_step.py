@@ -1,7 +1,7 @@
 """A LoRA step over a Llama-3.1 shape with random weights on one GPU: a line a variant, then JSON.
 
     python benchmarks/lora_step.py [--shape 8b|70b] [--only NAME ...] [--layers N] [--steps 5] [--profile] [--out FILE]
-        [--traces FOLDER]
+        [--traces FOLDER] [--attention NAME]
 
 r=16 on all seven linears, sequence 4096, fused AdamW over float32 adapters, bfloat16 autocast, SDPA. Rivals in the same
 run: stock Transformers + PEFT, which multiplies float32 adapters in float32 (or under autocast), and the best BF16 we
@@ -96,11 +96,11 @@ LARGE = {
 SHAPES = {"8b": VARIANTS, "70b": LARGE}
 
 
-def build(variant: Variant, shape: str, layers: int | None) -> nn.Module:
+def build(variant: Variant, shape: str, layers: int | None, attention: str) -> nn.Module:
     config = {**published()[f"llama-3.1-{shape}"], "use_cache": False}
     made = AutoConfig.for_model(**config | ({"num_hidden_layers": layers} if layers else {}))
     with torch.device("meta" if variant.base == "codes" else "cuda"):
-        model = AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16, attn_implementation=attention)
     if variant.base == "codes":
         fill(model, "cuda")
     if variant.liger:
@@ -156,10 +156,10 @@ def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
     torch.cuda.empty_cache()
     torch._dynamo.reset()
     torch.manual_seed(0)
-    row: dict[str, Any] = {"variant": str(variant)}
+    row: dict[str, Any] = {"variant": f"{variant} {args.attention}"}
     try:
         started = time.perf_counter()
-        model = build(variant, shape, layers)
+        model = build(variant, shape, layers, args.attention)
         gc.collect()
         torch.cuda.empty_cache()
         row["resident_gib"] = torch.cuda.memory_allocated() / GIB
@@ -325,6 +325,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--traces", type=Path)
+    parser.add_argument("--attention", default="sdpa", help="of Transformers, flash_attention_4 for example")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     report: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": []}

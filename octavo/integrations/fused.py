@@ -179,9 +179,14 @@ class _Mlp:
         self.layers = [cast(nn.Module, getattr(mlp, name)) for name in GATED]
         self.skipped = _SkippedNorm(binding, norm, self.layers)
         self.residual = False
+        self.added: tuple[torch.Tensor, torch.Tensor] | None = None  # the next x, and what to add to it
         self.plain = _Forward(binding, mlp, self.forward).plain
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.added is not None and self.added[0] is x and self.skipped.found is not None:
+            (_, delta), (gate, up, down), self.added = self.added, self.skipped.found, None
+            norm = norm_of(self.norm, self.norm_offset)
+            return gated_mlp(x, gate, up, down, self.activation, norm, residual=True, delta=delta)
         found = self.skipped.projections(x)
         if found is None:
             return self.plain(self.skipped.applied(x))
@@ -221,7 +226,10 @@ class _PlainLayer:
             x = self.attention.passed_on
         finally:
             self.attention.pass_on, self.attention.passed_on = False, None
-        x = (hidden_states if x is None else x) + attended
+        x = hidden_states if x is None else x
+        if (y := self._together(x, attended)) is not None:
+            return y
+        x = x + attended
         normed = layer.post_attention_layernorm(x)
         self.mlp.residual = normed is x  # passed on: the block will take it
         try:
@@ -230,6 +238,17 @@ class _PlainLayer:
         finally:
             self.mlp.residual = False
         return cast(torch.Tensor, y if added else x + y)
+
+    def _together(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor | None:
+        """x + attended and the MLP of it, added where the norm is applied; None where that is not fused."""
+        if not self.mlp.skipped.skips(x):
+            return None
+        self.mlp.added = x, attended
+        try:
+            y: torch.Tensor = cast(Any, self.layer).mlp(x)
+            return y if self.mlp.added is None else None
+        finally:
+            self.mlp.added = self.mlp.skipped.found = None
 
 
 class _SkippedNorm:
@@ -248,6 +267,11 @@ class _SkippedNorm:
             return self.plain(x)
         self.passed.set(x)
         return x
+
+    def skips(self, x: torch.Tensor) -> bool:
+        """Whether `forward` would pass x on: for whoever calls the block behind the norm without it."""
+        self.found = projections_of(self.layers, x, self.norm) if self.binding.holds() else None
+        return self.found is not None
 
     def projections(self, x: torch.Tensor) -> list[Projection] | None:
         """`projections_of` the layers, which costs as much as launches do: what the norm has found for x, once."""

@@ -25,11 +25,19 @@ MAX_NORM_WIDTH = 512 * 4 * 8  # what a block of norm.cu holds in registers
 
 
 def quantize_tokens(
-    *parts: torch.Tensor, columns: torch.Tensor | None = None, epsilon: float | None = None, spare: int = 0
+    *parts: torch.Tensor,
+    columns: torch.Tensor | None = None,
+    epsilon: float | None = None,
+    spare: int = 0,
+    delta: torch.Tensor | None = None,
+    total: torch.Tensor | None = None,
 ) -> tuple[ScaledTensor, torch.Tensor | None]:
     """`native.quantize_tokens`."""
     if on_kernels(parts[0]):
-        return native.quantize_tokens(*parts, columns=columns, epsilon=epsilon, spare=spare)
+        added = {"delta": delta, "total": total}
+        return native.quantize_tokens(*parts, columns=columns, epsilon=epsilon, spare=spare, **added)
+    if delta is not None and total is not None:
+        parts = (torch.add(parts[0], delta, out=total),)
     x = torch.cat(parts, dim=1).float()
     q = _with_room(quantize_ref(x if columns is None else x * columns, E4M3, PerRow()), spare)
     if epsilon is None:

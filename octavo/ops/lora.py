@@ -32,6 +32,7 @@ from octavo.ops.projections import (
     operand_of,
     products_of,
     quantize_input,
+    quantize_sum,
     rank_of,
     room_of,
     row_scales,
@@ -70,15 +71,16 @@ def gated_mlp(
     norm: Norm | None = None,
     *,
     residual: bool = False,
+    delta: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """down(act(gate(x)) * up(x)) with x or norm(x) -> [..., K], plus x where it is a residual.
 
-    gate(x) and up(x) are kept as codes per token.
+    gate(x) and up(x) are kept as codes per token. delta [..., K]: x + delta is the input, and the residual.
     """
     adapters = [part for projection in (gate, up, down) for part in projection.adapter]
     left: list[_Left] = []
     settings = norm, (gate, up, down), activation, residual, left
-    stand_in = _GatedMlp.apply(x, *settings, *adapters)  # type: ignore[no-untyped-call]
+    stand_in = _GatedMlp.apply(x, delta, *settings, *adapters)  # type: ignore[no-untyped-call]
     y: torch.Tensor = _LastProduct.apply(stand_in, left.pop())  # type: ignore[no-untyped-call]
     return y
 
@@ -137,6 +139,7 @@ class _GatedMlp(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: torch.Tensor,
+        delta: torch.Tensor | None,
         norm: Norm | None,
         projections: tuple[Projection, Projection, Projection],
         activation: str,
@@ -145,7 +148,11 @@ class _GatedMlp(torch.autograd.Function):
         *adapters: torch.Tensor,
     ) -> torch.Tensor:
         flat, (gate, up, down) = _matrix(x), projections
-        q, rstd = quantize_input(flat, norm, (gate, up), room_of(flat.shape[1], (gate, up)))
+        room = room_of(flat.shape[1], (gate, up))
+        if delta is None:
+            q, rstd = quantize_input(flat, norm, (gate, up), room)
+        else:
+            flat, (q, rstd) = quantize_sum(flat, _matrix(delta), norm, (gate, up), room)
         first = operand_of(q, (gate, up), x.dtype)
         gated, upper = products_of(first, (gate, up), x.dtype)
         h, *kept = steps_of((gate,)).gated(gated, upper, activation, spare=room_of(gated.shape[1], (down,)))
@@ -165,7 +172,7 @@ class _GatedMlp(torch.autograd.Function):
         q, h, gate, up = (kept_input(rest[i], rest[i + 1], ctx.projections) for i in (0, 2, 4, 6))
         kept, kept_down, adapters = rest[8:11], rest[11:14], rest[14:]
         *inner, down = _with_adapters(ctx.projections, adapters)
-        needs, dy = ctx.needs_input_grad[6:], _matrix(grad)
+        needs, dy = ctx.needs_input_grad[7:], _matrix(grad)
         # What is as wide as the MLP lives as briefly as it can: this is where memory peaks.
         last = _Backward([down], [dy], kept_operand(h, *kept_down), ctx.dtype)
         of_down = last.adapter_gradients(needs[4:])
@@ -174,9 +181,14 @@ class _GatedMlp(torch.autograd.Function):
         dgate, dup, quantized = backward(dh, gate, up, columns, ctx.activation, spare=room, reuse=True)
         first = _Backward(inner, [dgate, dup], kept_operand(q, *kept), ctx.dtype, quantized)
         del dh, dgate, dup, quantized
-        dx = first.input_gradient() if ctx.needs_input_grad[0] else None
+        dx = first.input_gradient() if any(ctx.needs_input_grad[:2]) else None
         dx = _through_norm(dx, x, q, ctx.norm, rstd, ctx.shape, dy if ctx.residual else None)
-        return (dx, *[None] * 5, *first.adapter_gradients(needs[:4]), *of_down)
+        return (
+            *(dx if needed else None for needed in ctx.needs_input_grad[:2]),
+            *[None] * 5,
+            *first.adapter_gradients(needs[:4]),
+            *of_down,
+        )
 
 
 class _LastProduct(torch.autograd.Function):

@@ -115,13 +115,19 @@ def transposed(*codes: torch.Tensor) -> torch.Tensor:
 
 
 def quantize_tokens(
-    *parts: torch.Tensor, columns: torch.Tensor | None = None, epsilon: float | None = None, spare: int = 0
+    *parts: torch.Tensor,
+    columns: torch.Tensor | None = None,
+    epsilon: float | None = None,
+    spare: int = 0,
+    delta: torch.Tensor | None = None,
+    total: torch.Tensor | None = None,
 ) -> tuple[ScaledTensor, torch.Tensor | None]:
     """x = up to three 16-bit matrices [M, K_i] beside each other -> codes [M, K] and one scale a token; and rstd.
 
     columns [K] float32 are multiplied in first. With epsilon they are the weight of an RMSNorm and rstd [M] float32 is
     (mean(x^2) + epsilon)^-1/2: the result is the normalized row, whose values are never written. Else rstd is None.
     The codes are the front of rows with `spare` bytes more, which are not written: room for columns of an adapter.
+    delta [M, K], with one part: added to it first; total [M, K] takes the sum, contiguous.
     """
     parts = tuple(aligned(part) for part in parts)
     m, ends = parts[0].shape[0], list(accumulate(part.shape[1] for part in parts))
@@ -134,20 +140,23 @@ def quantize_tokens(
         scale.fill_(1.0)
         return q, rstd
     block = row_block(k, columns is not None)
+    if delta is not None and total is not None and block.rounds > 4:
+        parts, delta = (torch.add(parts[0], delta, out=total),), None
     defines = {
         "X_BF16": int(parts[0].dtype == torch.bfloat16),
         "GROUPED": 0,
         "FOLD": int(columns is not None),
         "PARTS": len(parts),
         "NORM": int(epsilon is not None),
+        "ADD": int(delta is not None),
         **block.defines,
     }
-    three = (*parts, *[None] * (3 - len(parts)))
+    three = (*parts, aligned(delta) if delta is not None else None, None, None)[:3]
     strides = [np.int64(part.stride(0) if part is not None else 0) for part in three]
     sizes = np.float32(epsilon or 0.0), np.int32(ends[0]), np.int32(ends[min(1, len(ends) - 1)])
     shape = np.int64(m), np.int32(k), np.int64(k + spare)
-    arguments = (*three, columns, codes, scale, rstd, *sizes, *shape, *strides)
-    variant = loader.Variant("quantize.cu", tuple(defines.items()), block.shared_bytes(1))
+    arguments = (*three, columns, codes, scale, rstd, *sizes, *shape, *strides, total)
+    variant = loader.Variant("quantize.cu", tuple(defines.items()), block.shared_bytes(1 if delta is None else 2))
     grid = block.grid(m, loader.limits(device)[0])
     loader.launch(variant, grid, block.threads, arguments, parts[0])
     return q, rstd

@@ -160,6 +160,18 @@ def quantize_input(x: torch.Tensor, norm: Norm | None, projections: Sequence[Pro
     return cast(_Input, quantize(x, columns=norm.weight.float(), epsilon=norm.epsilon, spare=room))
 
 
+def quantize_sum(
+    x: torch.Tensor, delta: torch.Tensor, norm: Norm | None, projections: Sequence[Projection], room: int
+) -> tuple[torch.Tensor, _Input]:
+    """x + delta, and `quantize_input` of it: in one pass where scales are per token and there is a norm."""
+    if norm is None or by_blocks(projections):
+        total = x + delta
+        return total, quantize_input(total, norm, projections, room)
+    total, weight = torch.empty_like(x), norm.weight.float()
+    q = fused.quantize_tokens(x, columns=weight, epsilon=norm.epsilon, spare=room, delta=delta, total=total)
+    return total, q
+
+
 def row_scales(projections: Sequence[Projection]) -> torch.Tensor | None:
     """The scales of the rows of all weights, one after the other, float32; None where they have no such."""
     if by_blocks(projections):

@@ -11,6 +11,7 @@ typedef long long i64;
 
 struct uint4 { uint32_t x, y, z, w; };
 struct uint2 { uint32_t x, y; };
+struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
 struct dim3 { int x = 1, y = 1, z = 1; };
 static dim3 blockIdx, threadIdx, gridDim;

@@ -34,6 +34,22 @@ def values(m, k, seed=0):
     return x.bfloat16()
 
 
+@pytest.mark.parametrize("k", [64, 200, 4096, 20480])
+def test_norm_of_a_sum(both, k):
+    """The bits of the sum that torch adds, and of its norm."""
+    x, delta = (torch.randn(5, k, generator=torch.Generator().manual_seed(i)).bfloat16() for i in (0, 1))
+    weight = torch.rand(k, generator=torch.Generator().manual_seed(2))
+
+    def run():
+        total = torch.full_like(x, 7.0)
+        return *fused.quantize_tokens(x, columns=weight, epsilon=1e-6, spare=128, delta=delta, total=total), total
+
+    for q, rstd, total in both(run):
+        want, want_rstd = fused.quantize_tokens(x + delta, columns=weight, epsilon=1e-6)
+        assert torch.equal(total, x + delta) and torch.equal(q.codes, want.codes)
+        assert torch.allclose(q.scale, want.scale, rtol=1e-6) and torch.allclose(rstd, want_rstd, rtol=1e-6)
+
+
 @pytest.mark.parametrize("k", [8, 576, 2056])
 def test_norm_is_in_the_scale(both, k):
     """Codes bit for bit; rstd and with it the scale to the rounding of a sum in another order."""

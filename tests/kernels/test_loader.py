@@ -29,9 +29,9 @@ VARIANTS += [
 VARIANTS += [loader.Variant("split.cu", (("X_BF16", 1), ("THREADS", 512), ("ROUNDS", rounds))) for rounds in (4, 8)]
 
 
-def tokens(k, parts=1, fold=1, norm=0):
+def tokens(k, parts=1, fold=1, norm=0, add=0):
     block = row_block(k, bool(fold))
-    shape = {"X_BF16": 1, "GROUPED": 0, "FOLD": fold, "PARTS": parts, "NORM": norm}
+    shape = {"X_BF16": 1, "GROUPED": 0, "FOLD": fold, "PARTS": parts, "NORM": norm, "ADD": add}
     return loader.Variant("quantize.cu", tuple((shape | block.defines).items()))
 
 
@@ -41,7 +41,14 @@ def gated(k, backward, shared, gelu=0):
     return loader.Variant("gated.cu", tuple((shape | block.defines).items()))
 
 
-VARIANTS += [tokens(64, fold=0), tokens(4096, norm=1), tokens(6144, parts=3), tokens(14336), tokens(28672)]
+VARIANTS += [
+    tokens(64, fold=0),
+    tokens(4096, norm=1),
+    tokens(4096, norm=1, add=1),
+    tokens(6144, parts=3),
+    tokens(14336),
+    tokens(28672),
+]
 VARIANTS += [
     loader.Variant("quantize.cu", (("X_BF16", 1), ("GROUPED", 1), ("FOLD", 1), ("THREADS", threads), ("ROUNDS", rows)))
     for threads, rows in (dataclasses.astuple(group_block(k)) for k in (64, 4096))

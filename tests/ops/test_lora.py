@@ -154,15 +154,17 @@ def test_residuals_are_those_of_autograd():
     parts = [part for p in (gate, up, down, other) for part in p.adapter]
     grad = torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(7)).bfloat16()
     for norm in (Norm(torch.rand(64, generator=torch.Generator().manual_seed(5)), 1e-5), None):
-        x = inputs(64).requires_grad_()
+        x, found = inputs(64).requires_grad_(), []
         y, same = project(x, [other], norm, pass_on=True)
-        together = gated_mlp(same + y, gate, up, down, "silu", norm, residual=True)
-        found = torch.autograd.grad(together, [x, *parts], grad)
+        for sum_of in ({"x": same + y}, {"x": same, "delta": y}):
+            together = gated_mlp(gate=gate, up=up, down=down, activation="silu", norm=norm, residual=True, **sum_of)
+            found.append((together, torch.autograd.grad(together, [x, *parts], grad, retain_graph=True)))
         middle = x + project(x, [other], norm)[0]
         apart = middle + gated_mlp(middle, gate, up, down, "silu", norm)
-        assert torch.equal(together, apart)
-        for mine, theirs in zip(found, torch.autograd.grad(apart, [x, *parts], grad), strict=True):
-            assert torch.equal(mine, theirs)
+        want = torch.autograd.grad(apart, [x, *parts], grad)
+        for together, grads in found:
+            assert torch.equal(together, apart)
+            assert all(torch.equal(mine, theirs) for mine, theirs in zip(grads, want, strict=True))
 
 
 @pytest.mark.parametrize("residual", [False, True])

@@ -16,6 +16,9 @@
 #define WIDTH (16 * RANKS)
 #define LOW_PITCH (WIDTH + 8)
 
+// Four rows of eight sums are in different banks, and so are all sums of two rows.
+DEVICE int swizzled(int row, int column) { return column ^ (row & 2) << 2; }
+
 KERNEL(32 * WARPS, 3 - RANKS)
 NAME(const u16* dy, const float* b, const u16* low, float* du, float* db, i64 M, int N, int r, i64 low_pitch, int chunk) {
     DYNAMIC_SHARED(staged);
@@ -64,7 +67,7 @@ NAME(const u16* dy, const float* b, const u16* low, float* du, float* db, i64 M,
         for (int i = threadIdx.x; i < TOKENS * WIDTH; i += 32 * WARPS) {
             float sum = 0.0f;
 #pragma unroll
-            for (int w = 0; w < WARPS; ++w) sum += of_warp[turn % 2][w][i / WIDTH][i % WIDTH];
+            for (int w = 0; w < WARPS; ++w) sum += of_warp[turn % 2][w][i / WIDTH][swizzled(i / WIDTH, i % WIDTH)];
             if (begin + i / WIDTH < end) du[(i64(blockIdx.x) * M + begin) * WIDTH + i] = sum;
         }
     };
@@ -108,8 +111,8 @@ NAME(const u16* dy, const float* b, const u16* low, float* du, float* db, i64 M,
         for (int n = 0; n < 2 * RANKS; ++n)
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                float* to = &of_warp[turn % 2][warp][g + 8 * i][8 * n + 2 * t];
-                to[0] = of_u[n][2 * i], to[1] = of_u[n][2 * i + 1];
+                *reinterpret_cast<float2*>(&of_warp[turn % 2][warp][g + 8 * i][swizzled(g, 8 * n + 2 * t)]) =
+                    float2{of_u[n][2 * i], of_u[n][2 * i + 1]};
             }
     }
     __syncthreads();
@@ -122,7 +125,7 @@ NAME(const u16* dy, const float* b, const u16* low, float* du, float* db, i64 M,
             for (int i = 0; i < 2; ++i) {
                 const int column = mine + 16 * k + g + 8 * i;
                 if (column >= N) continue;
-                float* to = db + (i64(blockIdx.y) * N + column) * WIDTH + 8 * n + 2 * t;
-                to[0] = of_b[k][n][2 * i], to[1] = of_b[k][n][2 * i + 1];
+                *reinterpret_cast<float2*>(db + (i64(blockIdx.y) * N + column) * WIDTH + 8 * n + 2 * t) =
+                    float2{of_b[k][n][2 * i], of_b[k][n][2 * i + 1]};
             }
 }

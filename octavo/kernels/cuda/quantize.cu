@@ -4,11 +4,12 @@
 // correctly rounded quotients. FOLD multiplies column k by columns[k] in float32 first: with the scales of W's rows there, dX needs
 // only W's codes (dX = (dY * s) . codes). NORM (with the weight of an RMSNorm in columns) multiplies the token's scale by
 // rstd = (mean(x^2) + epsilon)^-1/2 and stores rstd: the codes of a normalized row are those of x * weight, so the
-// normalized values are never written. PARTS up to 3: the row is that many matrices beside each other.
+// normalized values are never written. PARTS up to 3: the row is that many matrices beside each other. ADD (with one part,
+// at most four rounds): `second` is added to x first, and the sum, rounded to 16 bit, is written to `total` [M, K].
 //
 // A thread takes 8 values of a row in each of ROUNDS rounds and keeps them in registers, so x is read once; where that
 // are too many, the second look is at the cache. Compiled per variant with: NAME, X_BF16, GROUPED (0 token, 1 group of 128),
-// FOLD, THREADS, ROUNDS, and for tokens PARTS, NORM, STAGES and BLOCKS a multiprocessor. Needs widths and pitch % 8 == 0,
+// FOLD, THREADS, ROUNDS, and for tokens PARTS, NORM, ADD, STAGES and BLOCKS a multiprocessor. Needs widths and pitch % 8 == 0,
 // rows on 16-byte boundaries, and for tokens K <= 8 * THREADS * ROUNDS; more than one stage needs at most four rounds.
 #include "rows.cuh"
 
@@ -57,13 +58,21 @@ NAME(const u16* x, const float* columns, u8* codes, float* scale, i64 M, int K, 
 
 #define IN_REGISTERS (ROUNDS <= 4)
 
+DEVICE uint4 sum_of(const uint4& one, const uint4& other) {
+    Values v = values(one);
+    const Values w = values(other);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) v.at[i] += w.at[i];
+    return rounded(v);
+}
+
 // A block takes every gridDim.x-th token. STAGES 1: it loads a row when it needs it; more: rows are on their way into
-// shared memory (16 * THREADS * ROUNDS bytes each) while others are worked on, and the columns stay in registers.
+// shared memory (16 * THREADS * ROUNDS bytes each, with ADD twice that) while others are worked on, and the columns stay in registers.
 // A part that is absent has the end of the one before.
 KERNEL(THREADS, BLOCKS)
 NAME(const u16* x, const u16* second, const u16* third, const float* columns, u8* codes, float* scale, float* rstd,
      float epsilon, int first_end, int second_end, i64 M, int K, i64 pitch, i64 x_stride, i64 second_stride,
-     i64 third_stride) {
+     i64 third_stride, u16* total) {
     SHARED u32 amax_of_warp[2][WARPS], rare[WARPS];
     SHARED float sum_of_warp[2][WARPS];
     DYNAMIC_SHARED(staged);
@@ -76,8 +85,11 @@ NAME(const u16* x, const u16* second, const u16* third, const float* columns, u8
     const auto stage = [&](i64 row, int at) {
 #pragma unroll
         for (int r = 0; r < ROUNDS; ++r)
-            if (row < M && column(r) < K)
-                copy_later(staged + (at * ROUNDS + r) * THREADS + threadIdx.x, source(row, column(r)));
+            if (row < M && column(r) < K) {
+                uint4* to = staged + (at * ROUNDS + r) * THREADS + threadIdx.x;
+                copy_later(to, source(row, column(r)));
+                if (ADD) copy_later(to + STAGES * ROUNDS * THREADS, second + row * second_stride + column(r));
+            }
         end_of_copies();
     };
 #if FOLD && STAGES > 1
@@ -101,14 +113,24 @@ NAME(const u16* x, const u16* second, const u16* third, const float* columns, u8
 #if STAGES > 1
         wait_for_copies<STAGES - 2>();
 #pragma unroll
-        for (int r = 0; r < ROUNDS; ++r)
-            loaded[r] = column(r) < K ? staged[(turn % STAGES * ROUNDS + r) * THREADS + threadIdx.x] : uint4{0, 0, 0, 0};
+        for (int r = 0; r < ROUNDS; ++r) {
+            const uint4* from = staged + (turn % STAGES * ROUNDS + r) * THREADS + threadIdx.x;
+            loaded[r] = column(r) < K ? from[0] : uint4{0, 0, 0, 0};
+            if (ADD && column(r) < K) loaded[r] = sum_of(loaded[r], from[STAGES * ROUNDS * THREADS]);
+        }
         stage(row + i64(STAGES - 1) * gridDim.x, (turn + STAGES - 1) % STAGES);
 #else
 #pragma unroll
         for (int r = 0; r < ROUNDS; ++r)
             loaded[r] = column(r) < K ? load_once(source(row, column(r))) : uint4{0, 0, 0, 0};
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r)
+            if (ADD && column(r) < K)
+                loaded[r] = sum_of(loaded[r], load_once(second + row * second_stride + column(r)));
 #endif
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r)
+            if (ADD && column(r) < K) *reinterpret_cast<uint4*>(total + row * K + column(r)) = loaded[r];
         const auto at = [&](int r) { return loaded[r]; };
 #else
         const auto at = [&](int r) {
