@@ -7,7 +7,6 @@ be fused: on a CPU, under torch.compile, with dropout or adapters merged or mixe
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from types import MethodType
@@ -22,6 +21,7 @@ from transformers import PretrainedConfig
 from octavo.base.hardware import caps_of
 from octavo.formats.architectures import FUSED_DECODERS, DecoderLayer
 from octavo.formats.granularity import PerBlock, PerRow, PerTensor
+from octavo.integrations.seen import Seen
 from octavo.modules.frozen import FrozenFloat8Linear
 from octavo.ops.backends import BACKENDS, Problem
 from octavo.ops.fused import codes_suffice
@@ -145,7 +145,7 @@ class _Group:
         self, binding: _Binding, norm: nn.Module | None, layers: Sequence[nn.Module], norm_offset: float = 0.0
     ) -> None:
         self.norm, self.norm_offset, self.layers = norm, norm_offset, list(layers)
-        self.seen = _Seen()
+        self.seen = Seen()
         self.outputs: dict[int, torch.Tensor] = {}
         self.pass_on = False
         self.passed_on: torch.Tensor | None = None
@@ -255,7 +255,7 @@ class _SkippedNorm:
     """A norm that passes x on where the layers behind it do its work, and makes up for it where they then do not."""
 
     def __init__(self, binding: _Binding, norm: nn.Module, layers: Sequence[nn.Module]) -> None:
-        self.binding, self.norm, self.layers, self.passed = binding, norm, layers, _Seen()
+        self.binding, self.norm, self.layers, self.passed = binding, norm, layers, Seen()
         self.found: list[Projection] | None = None
         self.plain = _Forward(binding, norm, self.forward).plain
 
@@ -284,25 +284,6 @@ class _SkippedNorm:
         return self.plain(x) if self.passed.is_(x) else x
 
 
-class _Seen:
-    """One tensor to recognize, not kept alive; a copy of it recognizes nothing."""
-
-    def __init__(self) -> None:
-        self.set(None)
-
-    def set(self, x: torch.Tensor | None) -> None:
-        self.reference = None if x is None else weakref.ref(x)
-
-    def is_(self, x: torch.Tensor) -> bool:
-        return self.reference is not None and self.reference() is x
-
-    def lives(self) -> bool:
-        return self.reference is not None and self.reference() is not None
-
-    def __reduce__(self) -> tuple[type[_Seen], tuple[()]]:
-        return _Seen, ()
-
-
 def norm_of(norm: nn.Module | None, offset: float = 0.0) -> Norm | None:
     """The RMSNorm that multiplies by offset + weight."""
     if norm is None:
@@ -310,7 +291,7 @@ def norm_of(norm: nn.Module | None, offset: float = 0.0) -> Norm | None:
     weight = cast(torch.Tensor, norm.weight)
     epsilon = getattr(norm, "variance_epsilon", None) or norm.eps
     state = weight._version, weight.dtype, weight.device
-    seen, then, scale, suffice = norm.__dict__.get(SCALE) or (_Seen(), None, weight, False)
+    seen, then, scale, suffice = norm.__dict__.get(SCALE) or (Seen(), None, weight, False)
     if not seen.is_(weight) or then != state:  # made once; and the answer waits for the GPU
         scale = weight.detach().float() + offset
         suffice = codes_suffice(scale)
