@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 def bench(
     ctx: typer.Context,
-    name: Annotated[str | None, typer.Argument(metavar="w8a16|decode|kv", help="What to measure.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="w8a16|decode|kv|gemm|lora", help="What to measure.")] = None,
     quick: Annotated[bool | None, option("One size of each.", False)] = None,
-    layers: Annotated[int | None, option("Of the model that decodes; 0 for all of it.", 0)] = None,
+    layers: Annotated[int | None, option("Of the model that decodes or trains; 0 for all of it.", 0)] = None,
     config: ConfigFile = None,
     json: AsJson = False,
 ) -> Result:

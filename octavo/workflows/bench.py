@@ -13,16 +13,17 @@ from octavo.base.errors import UnsupportedError, require_type
 from octavo.base.hardware import caps_of
 from octavo.base.packages import version_of
 from octavo.base.report import Config, Report
-from octavo.workflows.measures import decode, kv, w8a16
+from octavo.workflows.measures import decode, gemm, kv, lora, w8a16
 from octavo.workflows.planner.source import published
 
-Name = Literal["w8a16", "decode", "kv"]
+Name = Literal["w8a16", "decode", "kv", "gemm", "lora"]
 MODEL = "llama-3.1-8b"
 
 
 class BenchConfig(Config):
     """name: `w8a16`, products of FP8 weights with 16-bit inputs; `decode`, tokens a second of an 8B model; `kv`,
-    attention to an FP8 cache. quick: one size of each. layers: of the model that decodes, 0 for all of it.
+    attention to an FP8 cache; `gemm`, products with FP8 operands; `lora`, a step of fine-tuning an 8B model. quick: one
+    size of each. layers: of the model that decodes or trains, 0 for all of it.
     """
 
     name: Name
@@ -80,8 +81,12 @@ def _rows(config: BenchConfig, device: str) -> Iterator[dict[str, Any]]:
         return w8a16.rows(device, (1, 16), w8a16.SHAPES[:1]) if config.quick else w8a16.rows(device)
     if config.name == "kv":
         return kv.rows(device, (8192,), (1,)) if config.quick else kv.rows(device)
+    if config.name == "gemm":
+        return gemm.rows(device, shapes=gemm.SHAPES[:1]) if config.quick else gemm.rows(device)
     shape = published()[MODEL]
     shape = shape | {"num_hidden_layers": config.layers} if config.layers else shape
+    if config.name == "lora":
+        return lora.rows(shape, device, list(lora.VARIANTS)[:2]) if config.quick else lora.rows(shape, device)
     if config.quick:
         return decode.rows(shape, device, ("graph bf16, kv bf16", "graph fp8, kv fp8"), (1,))
     return decode.rows(shape, device)

@@ -7,11 +7,12 @@ import torch
 
 from octavo.base.errors import OctavoError, UnsupportedError
 from octavo.cli.main import run
+from octavo.integrations import fused
 from octavo.ops import attention
 from octavo.testing import fake_caps
 from octavo.workflows import bench as workflow
 from octavo.workflows.bench import BenchConfig, bench
-from octavo.workflows.measures import decode, kv, w8a16
+from octavo.workflows.measures import decode, gemm, kv, lora, w8a16
 from tests.conftest import TINY
 
 TINY_LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, **TINY}
@@ -20,7 +21,7 @@ TINY_LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128
 @pytest.fixture
 def on_cpu(monkeypatch):
     """Everything as it is, but timed as one millisecond."""
-    for measure in (decode, kv, w8a16):
+    for measure in (decode, gemm, kv, w8a16):
         monkeypatch.setattr(measure, "graph_milliseconds", lambda calls, rounds: float([c() for c in calls] != []))
     monkeypatch.setattr(decode, "milliseconds", lambda call, rounds: 1.0 + (call() is None))
     monkeypatch.setattr(decode, "NEW", 8)
@@ -73,6 +74,26 @@ def test_w8a16(on_cpu, monkeypatch):
         list(w8a16.rows("cpu", (1,), [(48, 64)]))
 
 
+def test_gemm(on_cpu, monkeypatch):
+    rows = list(gemm.rows("cpu", 64, [(128, 256)]))
+    assert [row["what"] for row in rows] == ["row", "block128x128"] and all(row["speedup"] == 1 for row in rows)
+    monkeypatch.setattr(gemm, "FLOOR_DB", 99.0)
+    with pytest.raises(OctavoError, match="check of gemm: row, 64 x 128 x 256"):
+        next(gemm.rows("cpu", 64, [(128, 256)]))
+
+
+def test_lora(on_cpu, monkeypatch):
+    """Fused layers as their oracle in torch; the rival needs Liger."""
+    monkeypatch.setattr(fused, "products_run", lambda shape, device: True)
+    monkeypatch.setattr(lora, "version_of", lambda package: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 1 << 20)
+    rows = list(lora.rows(TINY_LLAMA, "cpu", list(lora.VARIANTS)[:2], sequence=32))
+    assert "not measured" in rows[0]["outcome"] and rows[1]["tokens_s"] > 0 and rows[1]["db"] > 30
+    monkeypatch.setitem(lora.FLOOR_DB, "gradients", 99.0)
+    with pytest.raises(OctavoError, match="gate of lora: gradients"):
+        lora.check(TINY_LLAMA, "cpu", 16)
+
+
 def test_decode(on_cpu, monkeypatch):
     some = [name for name in decode.VARIANTS if name != "graph bf16, kv fp8" and "tensor" not in name]
     rows = list(decode.rows(TINY_LLAMA, "cpu", some, (2,), (4,)))
@@ -94,9 +115,11 @@ def test_report(on_cpu, monkeypatch, capsys):
     monkeypatch.setattr(workflow, "_device", lambda: "cpu")
     monkeypatch.setattr(workflow.kv, "check", lambda device: {"tensor": 51.0})
     monkeypatch.setattr(workflow.w8a16, "SHAPES", ((48, 64),))
-    for measure in (workflow.kv, workflow.decode):
-        monkeypatch.setattr(measure, "rows", lambda *sizes: iter([{"what": "tensor", "db": 50.0, "us": 1.0}]))
-    for name in ("decode", "kv", "w8a16"):
+    for measure in (workflow.kv, workflow.decode, workflow.gemm, workflow.lora):
+        monkeypatch.setattr(
+            measure, "rows", lambda *sizes, **options: iter([{"what": "tensor", "db": 50.0, "us": 1.0}])
+        )
+    for name in ("decode", "kv", "w8a16", "gemm", "lora"):
         assert run(["bench", name, "--quick", "--json"]) == 0
         report = json.loads(capsys.readouterr().out.splitlines()[-1])
         assert report["rows"] and report["checked"] and report["machine"]["device"] == "h200 (sm90)"
