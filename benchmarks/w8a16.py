@@ -1,10 +1,12 @@
 """Products of FP8 weights with 16-bit inputs on one GPU, against BF16 cuBLAS and other packages, in one run.
 
-    python benchmarks/w8a16.py [--sweep [--kinds Ring]] [--shapes 28672x4096,...] [--tokens 1,4,16] [--out FILE]
+    python benchmarks/w8a16.py [--sweep [--kinds Ring]] [--shapes 28672x4096,...] [--tokens 1,4,16]
+        [--rivals gemlite,torchao] [--out FILE]
 
 First correctness (dB against float64 products of the decoded weights), then medians of CUDA graphs whose weights are
-rotated past the L2 cache. --sweep times many plans instead of the one that tiling.py would take, and prints the fastest
-of each kind. gemlite joins where it is installed. OCTAVO_ARCH=80 runs the code path of an A100.
+rotated past the L2 cache. --sweep times many plans instead of the one that plans.py takes, and prints the fastest of each
+kind. --rivals: weight-only FP8 and INT8 of these packages, which are to be installed. OCTAVO_ARCH=80 runs the code
+path of an A100.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ FLOOR_DB = (
 )  # a rounding to BF16 is 55.6 dB, the weight's as well 50.8 (docs/numerics.md); two terms have three
 SHARED_BYTES = 227 << 10
 LONG = 512  # tokens from which the GPU gets warm: the rival is timed before and after
+Product = Callable[[torch.Tensor], torch.Tensor]
 BEST = 3  # of each kind of plan, in the table of a sweep
 
 
@@ -116,21 +119,65 @@ def compiled(plans: list[Plan], x: torch.Tensor, w: ScaledTensor) -> list[Plan]:
     return [plan for plan in plans if plan not in variants or fitting[variants[plan]]]
 
 
-def rivals(w: torch.Tensor) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
-    """name -> x @ w^T of packages that offer FP8 weights with 16-bit inputs, on a copy of w each."""
-    found: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
-    layer = torch.nn.Linear(w.shape[1], w.shape[0], bias=False, device=w.device, dtype=w.dtype)
-    layer.weight.data.copy_(w)
-    try:
-        from gemlite.helper import A16W8_FP8
+def rivals(wide: list[torch.Tensor], copies: int, packages: list[str]) -> dict[str, list[Product]]:
+    """name -> x @ w^T of packages that offer 8-bit weights with 16-bit inputs, so many copies of the weight each."""
+    w, found = wide[0], {}
 
-        found["gemlite"] = A16W8_FP8(device=str(w.device), dtype=w.dtype).from_linear(layer, del_orig=False)
-    except ImportError:
-        pass
+    def layers(quantized: Callable[[torch.nn.Linear], Product]) -> list[Product]:
+        made = []
+        for _ in range(copies):
+            layer = torch.nn.Linear(w.shape[1], w.shape[0], bias=False, device=w.device, dtype=w.dtype)
+            layer.weight.data.copy_(w)
+            made.append(quantized(layer.requires_grad_(False)))
+        return made
+
+    if "gemlite" in packages:
+        from gemlite import helper
+
+        for name, kind in (("gemlite FP8", helper.A16W8_FP8), ("gemlite INT8", helper.A16W8_INT8)):
+            make = kind(device=str(w.device), dtype=w.dtype)
+            found[name] = layers(partial(make.from_linear, del_orig=False))
+    if "torchao" in packages:
+        from torchao import quantization
+
+        torch._dynamo.config.recompile_limit = 1 << 10
+        for name, config in (
+            ("torchao FP8", quantization.Float8WeightOnlyConfig()),
+            ("torchao INT8", quantization.Int8WeightOnlyConfig()),
+        ):
+
+            def compiled_layer(layer: torch.nn.Linear, config: object = config) -> Product:
+                quantization.quantize_(layer, config)
+                return torch.compile(layer, dynamic=False)
+
+            found[name] = layers(compiled_layer)
     return found
 
 
-def run(n: int, k: int, tokens: list[int], sweep: bool, seconds: float, kinds: list[str]) -> list[dict[str, object]]:
+def measure_rivals(
+    others: dict[str, list[Product]],
+    x: torch.Tensor,
+    exact: torch.Tensor,
+    base: float,
+    rule: Rule,
+    shape: tuple[int, int],
+) -> list[dict[str, object]]:
+    """Their rows; one that fails says so and is left out."""
+    found = []
+    for name, calls in others.items():
+        try:
+            db = sqnr_db(calls[0](x), exact)
+            took = graph_milliseconds([partial(call, x) for call in calls], rounds=30)
+        except Exception as error:  # another package's: a row less
+            print(f"{name}, M={len(x)}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+            continue
+        found.append(row(name, rule, len(x), *shape, took, base, db, ""))
+    return found
+
+
+def run(
+    n: int, k: int, tokens: list[int], sweep: bool, seconds: float, kinds: list[str], packages: list[str]
+) -> list[dict[str, object]]:
     generator = torch.Generator("cuda").manual_seed(0)
     w = torch.randn(n, k, generator=generator, device="cuda", dtype=torch.bfloat16) * 0.02
     copies = max(2, FLUSH_BYTES // (n * k))
@@ -139,7 +186,7 @@ def run(n: int, k: int, tokens: list[int], sweep: bool, seconds: float, kinds: l
     for granularity in (PerRow(),) if sweep else (PerRow(), PerBlock(128, 128)):
         rule = Rule(granularity=granularity)
         weights = [quantize(w, rule) for _ in range(copies)]
-        others = rivals(w) if isinstance(rule.granularity, PerRow) and not sweep else {}
+        others = rivals(wide, copies, packages) if isinstance(rule.granularity, PerRow) else {}
         for m in tokens:
             x = torch.randn(m, k, generator=generator, device="cuda", dtype=torch.bfloat16)
             exact = x.double() @ dequantize_ref(weights[0]).double().mT
@@ -167,9 +214,7 @@ def run(n: int, k: int, tokens: list[int], sweep: bool, seconds: float, kinds: l
                 took = milliseconds(lambda q, x=x, plan=plan: w8a16.product(x, q, None, plan), weights)
                 before, base = base, baseline() if m >= LONG else base
                 found.append(row("octavo w8a16", rule, m, n, k, took, (before + base) / 2, db, str(plan)))
-            for name, call in others.items():
-                took = milliseconds(lambda _, x=x, call=call: call(x), weights)  # one copy: it may stay in L2
-                found.append(row(name, rule, m, n, k, took, base, sqnr_db(call(x), exact), "one copy"))
+            found += measure_rivals(others, x, exact, base, rule, (n, k))
             if m > MAX_TOKENS:
                 found += run_dx(weights, wide, rule, m, sweep, generator)
             rows += found
@@ -248,6 +293,7 @@ def main() -> int:
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--seconds", type=float, default=60.0, help="for the plans of one shape and number of tokens")
     parser.add_argument("--kinds", type=lambda text: text.split(","), default=[], help="of plans in a sweep, e.g. Ring")
+    parser.add_argument("--rivals", type=lambda text: text.split(","), default=[], help="gemlite, torchao")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     gc.freeze()  # captures collect: what was imported need not be looked at each time
@@ -256,7 +302,7 @@ def main() -> int:
     rows = []
     for shape in args.shapes.split(","):
         n, k = map(int, shape.split("x"))
-        found = run(n, k, tokens, args.sweep, args.seconds, args.kinds)
+        found = run(n, k, tokens, args.sweep, args.seconds, args.kinds, args.rivals)
         table(found)
         sys.stdout.flush()
         rows += found
