@@ -4,8 +4,8 @@
         [--rivals gemlite,torchao] [--out FILE]
 
 First correctness (dB against float64 products of the decoded weights), then medians of CUDA graphs whose weights are
-rotated past the L2 cache. --sweep times many plans instead of the one that plans.py takes, and prints the fastest of each
-kind. --rivals: weight-only FP8 and INT8 of these packages, which are to be installed. OCTAVO_ARCH=80 runs the code
+rotated past the L2 cache. --sweep times many plans instead of the one that plans.py takes, and prints the fastest of
+each kind. --rivals: weight-only FP8 and INT8 of these packages, which are to be installed. OCTAVO_ARCH=80 runs the code
 path of an A100.
 """
 
