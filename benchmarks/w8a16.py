@@ -58,30 +58,33 @@ BEST = 3  # of each kind of plan, in the table of a sweep
 
 
 def few_token_plans(m: int, n: int, k: int) -> list[Plan]:
-    """Tiles of w8a16_ring.cu that fit, with up to as many blocks as the GPU takes at once and more; two terms."""
+    """Tiles of w8a16_ring.cu that fit, with codes fetched before the kernel before has ended; two terms."""
     found: list[Plan] = term_blocks(m, n, k) if m > 1 else []
-    shapes = [(1, 1, 8), (1, 1, 16), (1, 2, 4), (1, 2, 8), (2, 1, 8), (2, 1, 16), (2, 2, 8)]
-    for (tiles, warps_n, warps_k), depth, staged, blocks in itertools.product(
-        shapes, (2, 3, 4, 5, 6), (0, 1), (1, 2, 3)
+    shapes = [(1, 1, 8), (1, 1, 16), (1, 2, 4), (1, 2, 8), (2, 1, 8), (2, 1, 16)]
+    for (tiles, warps_n, warps_k), depth, staged, ahead, lines in itertools.product(
+        shapes, (3, 4, 5, 6), (0, 1), (1, 2, 3), (128, 256)
     ):
-        ring = Ring(tiles, -(-m // 8), warps_n, warps_k, depth, staged, blocks)
-        if ring.dynamic_bytes(m, k) <= SHARED_BYTES and ring.threads * blocks <= 1024:
+        ring = Ring(tiles, -(-m // 8), warps_n, warps_k, depth, staged, ahead=ahead * (depth - 1), line=lines)
+        if ring.dynamic_bytes(m, k) <= SHARED_BYTES:
             found.append(ring)
     return found
 
 
 def term_blocks(m: int, n: int, k: int) -> list[Plan]:
     """The tile that plans.py takes, and its neighbours."""
-    found = {term_block(m, n, k, Operands(), Gpu((9, 0), loader.limits(torch.device("cuda"))[0], SHARED_BYTES))}
-    for columns, depth, short, splits in itertools.product((224, 128), (4, 5), (2, 4, 8), (1, 2, 4, 8)):
-        if splits * -(-n // columns) * -(-m // 64) <= 1.1 * loader.limits(torch.device("cuda"))[0] or splits == 1:
-            found.add(TermBlock(columns, depth, short, splits))
+    best = term_block(m, n, k, Operands(), Gpu((9, 0), loader.limits(torch.device("cuda"))[0], SHARED_BYTES))
+    tiles = [(224, 64, 4), (224, 64, 5), (128, 64, 6), (224, 128, 3), (128, 128, 4)]
+    found = {
+        TermBlock(*tile, short, splits, lines)
+        for tile, short, splits, lines in itertools.product(tiles, (4, 8), {1, best.splits}, (128, 256))
+    }
     return [block for block in found if block.dynamic_bytes(m, k) <= SHARED_BYTES]
 
 
 def many_token_plans(m: int, n: int, k: int) -> list[Plan]:
     """Tiles of w8a16_tile.cu with parts of K for one or two waves of blocks; two terms; the decoded weight."""
-    found: list[Plan] = [Terms(), *(Panels(size) for size in (2048, 4096, 8192) if size < n), Panels(1 << 31)]
+    found: list[Plan] = [Terms(), Panels(1 << 31)]
+    found += [Panels(size, lanes) for size in (2048, 4096, 8192) for lanes in (1, 2) if size < n]
     found += term_blocks(m, n, k) if m <= 1024 else []
     shapes = [(2, 4, 4, 1), (2, 8, 4, 1), (2, 8, 7, 1), (2, 8, 8, 1), (1, 8, 8, 1), (2, 16, 4, 1), (2, 16, 7, 1)]
     shapes += [(2, 16, 8, 1), (4, 8, 2, 2), (4, 8, 4, 2), (4, 8, 2, 4), (2, 8, 4, 2), (2, 8, 4, 4)]
@@ -215,7 +218,7 @@ def run(
                 before, base = base, baseline() if m >= LONG else base
                 found.append(row("octavo w8a16", rule, m, n, k, took, (before + base) / 2, db, str(plan)))
             found += measure_rivals(others, x, exact, base, rule, (n, k))
-            if m > MAX_TOKENS:
+            if m > MAX_TOKENS and (not kinds or "Panels" in kinds):
                 found += run_dx(weights, wide, rule, m, sweep, generator)
             rows += found
     return rows
@@ -236,7 +239,7 @@ def run_dx(
     exact = grad.double() @ dequantize_ref(weights[0]).double()
     found = []
     for plan in (
-        [Panels(size) for size in (512, 1024, 2048) if size < k] + [Panels(1 << 31)]
+        [Panels(1 << 31), *(Panels(size, lanes) for size in (1024, 2048, 4096) for lanes in (1, 2) if size < k)]
         if sweep
         else [plan_dx(m, k, Tokens())]
     ):

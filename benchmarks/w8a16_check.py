@@ -49,7 +49,8 @@ def plans(m: int, dtype: torch.dtype, q: octavo.ScaledTensor) -> list[Plan]:
         if registers or (isinstance(plan, Panels) and e4m3):
             found.append(plan)
     if takes_term_blocks(k, operands, gpu):
-        found += [TermBlock(128, 4, 1), TermBlock(128, short=1, splits=2), *([] if block else [TermBlock()])]
+        found += [TermBlock(128, 128, 4, 1), TermBlock(128, short=1, splits=2)]
+        found += [] if block else [TermBlock(), TermBlock(224, 128, 3, 8)]
     return found + ([Terms()] if takes_terms(n, k, operands, gpu) else [])
 
 

@@ -76,13 +76,15 @@ class Ring:
     staged: int = 1
     blocks: int = 1
     overlap: int = 1
+    ahead: int = 4
+    line: int = 128
 
     source = "w8a16_ring.cu"
     why = "one pass over the codes, copied ahead through shared memory (w8a16_ring.cu)"
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
-        names = "tiles_n", "tiles_m", "warps_n", "warps_k", "depth", "staged"
+        names = "tiles_n", "tiles_m", "warps_n", "warps_k", "depth", "ahead", "line", "staged"
         return _defines(self, *names)
 
     @property
@@ -156,9 +158,13 @@ class Block:
 
 @dataclass(frozen=True)
 class Panels:
-    """The weight decoded to 16 bit, so many rows (for dX columns) at a time, and torch's product."""
+    """The weight decoded to 16 bit, so many rows (for dX columns) at a time, and torch's product.
+
+    lanes: panels at once, on streams of their own: one is decoded while another is multiplied.
+    """
 
     size: int
+    lanes: int = 1
     why: ClassVar[str] = "the weight decoded to 16 bit for one product of cuBLAS (dequantize.cu)"
 
 
@@ -171,15 +177,17 @@ class Terms:
 
 @dataclass(frozen=True)
 class TermBlock:
-    """A block of w8a16_terms.cu: 64 tokens as two E4M3 terms, `columns` rows of W, steps of 128 of K in a ring.
+    """A block of w8a16_terms.cu: `tokens` as two E4M3 terms, `columns` rows of W, steps of 128 of K in a ring.
 
     short: steps whose sums the tensor cores keep. splits: parts of K that blocks of their own take.
     """
 
     columns: int = 224
+    tokens: int = 64
     depth: int = 5
     short: int = 4
     splits: int = 1
+    line: int = 128
 
     source = "w8a16_terms.cu"
     why = "inputs as two E4M3 terms, both through FP8 tensor cores with one look at the codes (w8a16_terms.cu)"
@@ -187,14 +195,14 @@ class TermBlock:
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
-        return *_defines(self, "columns", "depth", "short"), ("SPLIT", int(self.splits > 1))
+        return *_defines(self, "columns", "tokens", "depth", "short", "line"), ("SPLIT", int(self.splits > 1))
 
     def dynamic_bytes(self, m: int, k: int) -> int:
-        """The ring; at the end the sums of both terms in float32."""
-        return max(self.depth * (self.columns + 128) * 128, 2 * 64 * (self.columns + 8) * 4)
+        """The ring; at the end the sums in float32."""
+        return max(self.depth * (self.columns + 2 * self.tokens) * 128, self.tokens * (self.columns + 8) * 4)
 
     def grid(self, m: int, n: int) -> tuple[int, int, int]:
-        return -(-m // 64), -(-n // self.columns), self.splits
+        return -(-m // self.tokens), -(-n // self.columns), self.splits
 
 
 Plan = Ring | Block | TermBlock | Terms | Panels

@@ -7,6 +7,8 @@ a 16-bit matrix that lives for one product.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 
 import numpy as np
@@ -61,7 +63,7 @@ def product(x: torch.Tensor, w: ScaledTensor, bias: torch.Tensor | None, plan: P
     parts = torch.empty((plan.splits, m, n), device=x.device) if plan.splits > 1 else None
     results = None if plan.splits > 1 else bias, y, parts
     if isinstance(plan, TermBlock):
-        arguments = codes, scale, *_two_terms(x, m), *results, *sizes, np.int32(m)
+        arguments = codes, scale, *_two_terms(x, m, 1), *results, *sizes
         loader.launch(kernel, plan.grid(m, n), plan.threads, arguments, x, True)
     else:
         loader.launch(
@@ -91,12 +93,14 @@ def product_dx(grad: torch.Tensor, w: ScaledTensor, plan: Panels) -> torch.Tenso
     if plan.size >= k:
         return grad @ dequantize(w, grad.dtype)
     y = grad.new_empty(grad.shape[0], k)
-    wide = torch.empty(n * plan.size, dtype=grad.dtype, device=grad.device)
-    for begin in range(0, k, plan.size):
-        end = min(k, begin + plan.size)
-        panel = wide[: n * (end - begin)].view(n, end - begin)
-        _decode(w, panel, slice(0, n), slice(begin, end))
-        torch.mm(grad, panel, out=y[:, begin:end])
+    wide = torch.empty((plan.lanes, n * plan.size), dtype=grad.dtype, device=grad.device)
+    with _lanes(plan.lanes, grad.device) as lanes:
+        for i, begin in enumerate(range(0, k, plan.size)):
+            end = min(k, begin + plan.size)
+            with lanes[i % plan.lanes]:
+                panel = wide[i % plan.lanes, : n * (end - begin)].view(n, end - begin)
+                _decode(w, panel, slice(0, n), slice(begin, end))
+                torch.mm(grad, panel, out=y[:, begin:end])
     return y
 
 
@@ -117,23 +121,44 @@ def _in_panels(x: torch.Tensor, w: ScaledTensor, bias: torch.Tensor | None, plan
         wide = dequantize(w, x.dtype)
         return torch.addmm(bias, x, wide.mT) if bias is not None else x @ wide.mT
     y = x.new_empty(x.shape[0], n)
-    wide = torch.empty(plan.size, k, dtype=x.dtype, device=x.device)
-    for begin in range(0, n, plan.size):
-        end = min(n, begin + plan.size)
-        panel, out = wide[: end - begin], y[:, begin:end]
-        _decode(w, panel, slice(begin, end), slice(0, k))
-        if bias is None:
-            torch.mm(x, panel.mT, out=out)
-        else:
-            torch.addmm(bias[begin:end], x, panel.mT, out=out)
+    wide = torch.empty(plan.lanes, plan.size, k, dtype=x.dtype, device=x.device)
+    with _lanes(plan.lanes, x.device) as lanes:
+        for i, begin in enumerate(range(0, n, plan.size)):
+            end = min(n, begin + plan.size)
+            panel, out = wide[i % plan.lanes, : end - begin], y[:, begin:end]
+            with lanes[i % plan.lanes]:
+                _decode(w, panel, slice(begin, end), slice(0, k))
+                if bias is None:
+                    torch.mm(x, panel.mT, out=out)
+                else:
+                    torch.addmm(bias[begin:end], x, panel.mT, out=out)
     return y
+
+
+@contextmanager
+def _lanes(count: int, device: torch.device) -> Iterator[list[AbstractContextManager[object]]]:
+    """Contexts on streams of their own, the first the current one; it goes on when all are done."""
+    if count == 1 or device.type != "cuda":
+        yield [nullcontext()] * count
+        return
+    current, others = torch.cuda.current_stream(device), _side_streams(device, count - 1)
+    for other in others:
+        other.wait_stream(current)
+    yield [nullcontext(), *map(torch.cuda.stream, others)]
+    for other in others:
+        current.wait_stream(other)
+
+
+@lru_cache(maxsize=16)
+def _side_streams(device: torch.device, count: int) -> list[torch.cuda.Stream]:
+    return [torch.cuda.Stream(device) for _ in range(count)]  # type: ignore[no-untyped-call]
 
 
 def _in_two_terms(x: torch.Tensor, w: ScaledTensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x = high + low, both E4M3, through the FP8 tensor cores as 2M rows, and the halves of the result added."""
     m, k = x.shape
     half = m + m % 2  # products with scales per block take rows by fours; one more row is nobody's
-    codes, scale = _two_terms(x, half)
+    codes, scale = _two_terms(x, half, 32)
     terms = ScaledTensor(codes, scale, E4M3, PerRow())
     if isinstance(w.granularity, PerBlock):
         terms = ScaledTensor(codes, scale.expand(-1, k // 128), E4M3, PerGroup(128))
@@ -142,14 +167,17 @@ def _in_two_terms(x: torch.Tensor, w: ScaledTensor, bias: torch.Tensor | None) -
     return y
 
 
-def _two_terms(x: torch.Tensor, half: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """bfloat16 x [M, K] -> codes [2 half, K] and scales [2 half, 1]: high terms from row 0 on, low ones from `half`."""
+def _two_terms(x: torch.Tensor, half: int, finer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """bfloat16 x [M, K] -> codes [2 half, K] and scales [2 half, 1]: high terms from row 0 on, low ones from `half`.
+
+    finer: the scales of low terms are so much smaller; with 1 they are those of the high ones, and not written again.
+    """
     m, k = x.shape
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
     codes, scale = x.new_empty((2 * half, k), dtype=torch.uint8), torch.empty((2 * half, 1), device=x.device)
     block = row_block(k)
-    defines = ("X_BF16", 1), ("THREADS", block.threads), ("ROUNDS", block.rounds)
+    defines = ("X_BF16", 1), ("FINER", finer), ("THREADS", block.threads), ("ROUNDS", block.rounds)
     sizes = np.int32(half), np.int32(k), np.int64(x.stride(0))
     loader.launch(loader.Variant("split.cu", defines), (m,), block.threads, (x, codes, scale, *sizes), x, True)
     return codes, scale

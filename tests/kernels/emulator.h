@@ -95,6 +95,8 @@ static Exchange exchanges[MAX_THREADS / 32];
 
 static void __syncthreads() { emulator::wait(emulator::block_barrier); }
 static void wait_for_previous_kernel() {}
+static void end_of_previous_kernel() {}
+static void start_of_next_kernel() {}
 static void prefetch(const void* address) { *static_cast<const volatile char*>(address); }
 static void sync_warp() { emulator::wait(emulator::warp_barriers[threadIdx.x / 32]); }
 

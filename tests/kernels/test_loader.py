@@ -26,7 +26,10 @@ VARIANTS += [
     loader.Variant("w8a16_sum.cu", (("X_BF16", 1), ("PARTS_FLOAT", floats), ("WIDTH", width)))
     for floats, width in ((1, 8), (0, 8), (1, 1))
 ]
-VARIANTS += [loader.Variant("split.cu", (("X_BF16", 1), ("THREADS", 512), ("ROUNDS", rounds))) for rounds in (4, 8)]
+VARIANTS += [
+    loader.Variant("split.cu", (("X_BF16", 1), ("FINER", 32), ("THREADS", 512), ("ROUNDS", rounds)))
+    for rounds in (4, 8)
+]
 
 
 def tokens(k, parts=1, fold=1, norm=0, add=0):
@@ -111,7 +114,8 @@ VARIANTS += [
 ]
 
 
-ON_HOPPER = [w8a16(TermBlock(splits=splits), 1, 0, 1) for splits in (1, 2)] + [w8a16(TermBlock(128, short=1), 1, 0, 2)]
+ON_HOPPER = [w8a16(plan, 1, 0, 1) for plan in (TermBlock(), TermBlock(splits=2), TermBlock(224, 128, 3))]
+ON_HOPPER += [w8a16(TermBlock(128, tokens, 4, 1), 1, 0, 2) for tokens in (64, 128)]
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -152,8 +152,8 @@ def test_two_terms(granularity, m):
     "granularity, plan",
     [
         (PerRow(), TermBlock()),
-        (PerTensor(), TermBlock(128, 4, 2, splits=3)),
-        (PerBlock(128, 128), TermBlock(128, short=1)),
+        (PerRow(), TermBlock(224, 128, 3)),
+        (PerTensor(), TermBlock(128, 128, 4, 2, splits=3)),
         (PerBlock(128, 128), TermBlock(128, short=1, splits=2)),
     ],
     ids=str,
@@ -169,13 +169,13 @@ def test_two_terms_in_one_kernel(granularity, plan):
     assert not torch.isfinite(y[2]).any()
 
 
-@pytest.mark.parametrize("size", [256, 128])
+@pytest.mark.parametrize("size, lanes", [(256, 1), (128, 2)])
 @GRANULARITIES
-def test_panels(granularity, size):
+def test_panels(granularity, size, lanes):
     """The bits of one decoded weight; the last panel is a rest."""
     x, q = problem(5, 400, 400, granularity, torch.bfloat16)
     bias = torch.randn(400, generator=torch.Generator().manual_seed(0)).bfloat16()
     for given in (bias, None):
         whole = w8a16.product(x, q, given, Panels(1 << 31))
-        assert_sqnr(w8a16.product(x, q, given, Panels(size)), whole.double(), 60)
-    assert_sqnr(w8a16.product_dx(x, q, Panels(size)), w8a16.product_dx(x, q, Panels(1 << 31)).double(), 60)
+        assert_sqnr(w8a16.product(x, q, given, Panels(size, lanes)), whole.double(), 60)
+    assert_sqnr(w8a16.product_dx(x, q, Panels(size, lanes)), w8a16.product_dx(x, q, Panels(1 << 31)).double(), 60)

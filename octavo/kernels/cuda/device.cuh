@@ -12,6 +12,8 @@ typedef long long i64;
 
 #ifndef OCTAVO_HOST
 
+#define TEXT_OF(x) #x
+#define TEXT(x) TEXT_OF(x)
 #define KERNEL(threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks)
 #define DEVICE __device__ __forceinline__
 #define SHARED __shared__
@@ -39,8 +41,11 @@ DEVICE void copy_later(uint2* to, const void* from) {
 }
 
 // 16 bytes, or zeros unless `inside`; then nothing is read.
+#ifndef LINE
+#define LINE 128
+#endif
 DEVICE void copy_later(void* to, const void* from, bool inside) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(u32(__cvta_generic_to_shared(to))),
+    asm volatile("cp.async.cg.shared.global.L2::" TEXT(LINE) "B [%0], [%1], 16, %2;" ::"r"(u32(__cvta_generic_to_shared(to))),
                  "l"(from), "r"(inside ? 16 : 0));
 }
 
@@ -55,13 +60,21 @@ DEVICE void wait_for_copies() {
 // Its line into the L2 cache.
 DEVICE void prefetch(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
 
-// A kernel launched to overlap with the one before may run before it ended: until here it reads only what is constant
-// and writes nothing. From here on the next one may start.
-DEVICE void wait_for_previous_kernel() {
+// A kernel launched to overlap with the one before may run before it ended: until the first it reads only what is constant
+// and writes nothing. From the second on the next one may start.
+DEVICE void end_of_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+DEVICE void start_of_next_kernel() {
+#if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
 #endif
+}
+DEVICE void wait_for_previous_kernel() {
+    end_of_previous_kernel();
+    start_of_next_kernel();
 }
 
 DEVICE void sync_warp() { __syncwarp(); }
