@@ -73,18 +73,30 @@ def over_output(dy: torch.Tensor, low: torch.Tensor, b: torch.Tensor, into: torc
     variant = loader.Variant("low_gradients.cu", (("RANKS", ranks), ("STAGES", stages)), stages * 2 * STRIP * TOKENS)
     sizes = np.int64(m), np.int32(n), np.int32(rank), np.int64(low.stride(0)), np.int32(chunk)
     loader.launch(variant, (strips, len(db)), 256, (dy, master(b), low, du, db, *sizes), dy)
-    add_parts(du, into)
-    return add_parts(db, torch.empty((n, rank), device=dy.device))
+    return add_parts(db, rank, others=(du, into))
 
 
-def add_parts(parts: torch.Tensor, into: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
-    """parts [P, M, >= N] float32, summed over P, times factor -> `into` [M, N], whose rows are contiguous."""
-    m, n = into.shape
-    if not fused.on_kernels(parts) or into.dtype not in (torch.float32, torch.bfloat16) or parts.stride(1) % 4:
-        return into.copy_(parts[..., :n].sum(0) * factor)
-    sizes = np.float32(factor), np.int32(len(parts)), np.int64(parts.stride(0)), np.int64(m), np.int32(n)
-    strides = np.int32(parts.stride(1)), np.int64(into.stride(0))
-    variant = loader.Variant("sum_parts.cu", (("TO_BF16", int(into.dtype == torch.bfloat16)),))
-    grid = (-(-m * -(-n // 4) // 256),)
-    loader.launch(variant, grid, 256, (parts, into, *sizes, *strides), into)
-    return into
+def add_parts(
+    parts: torch.Tensor,
+    columns: int,
+    factor: float = 1.0,
+    others: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """parts [P, M, >= columns] float32, contiguous, summed over P, times factor -> [M, columns] float32.
+
+    others: parts of as many columns, whose sum goes to a bfloat16 matrix in the same launch.
+    """
+    _, m, pitch = parts.shape
+    if not fused.on_kernels(parts) or pitch % 4:
+        if others is not None:
+            others[1].copy_(others[0][..., :columns].sum(0))
+        return parts[..., :columns].sum(0) * factor
+    other, narrow = others or (None, None)
+    beside, rows = other.shape[:2] if other is not None else (0, 0)
+    to = torch.empty((m, columns), device=parts.device)
+    sizes = np.float32(factor), np.int32(len(parts)), np.int64(m)
+    more = np.int32(beside), np.int64(rows), np.int64(narrow.stride(0) if narrow is not None else 0)
+    arguments = parts, to, *sizes, other, narrow, *more, np.int32(columns), np.int32(pitch)
+    grid = (-(-(m + rows) * -(-columns // 4) // 256),)
+    loader.launch(loader.Variant("sum_parts.cu", ()), grid, 256, arguments, to)
+    return to

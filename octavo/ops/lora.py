@@ -259,9 +259,14 @@ class _Backward:
         if not self.adapters or not any(needed):
             return found
         parts = adapter_gradients.over_tokens(self.low_gradient, self.operand.q)  # one pass over x for all of them
+        first = self.adapters[0].scaling or 1.0  # of all, as a rule
+        together = adapter_gradients.add_parts(parts, parts.shape[2], first)
         for adapter, db in zip(self.adapters, self.of_b, strict=True):
-            da = adapter_gradients.add_parts(parts[:, adapter.columns], torch.empty_like(adapter.a), adapter.scaling)
-            found[2 * adapter.index], found[2 * adapter.index + 1] = da, db.to(adapter.b.dtype)
+            da = together[adapter.columns]
+            if adapter.scaling != first:
+                da = da * (adapter.scaling / first)
+            found[2 * adapter.index] = da.to(adapter.a.dtype)
+            found[2 * adapter.index + 1] = db.to(adapter.b.dtype)
         return found
 
 

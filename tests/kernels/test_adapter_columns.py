@@ -116,9 +116,17 @@ def test_over_output(both, m, n, rank):
 
 
 def test_parts_of_a_sum(both):
-    parts = normal(3, 5, 12)
-    for found in both(lambda: adapter_gradients.add_parts(parts[:, 1:4], torch.empty(3, 9), 0.5)):
-        assert torch.allclose(found, parts[:, 1:4, :9].sum(0) * 0.5)
+    """Two sums in one launch, of other numbers of parts and rows."""
+    parts, more = normal(3, 5, 12), normal(2, 7, 12, seed=1)
+
+    def run():
+        into = torch.full((7, 11), 7.0).bfloat16()
+        alone = adapter_gradients.add_parts(parts, 9)
+        return alone, adapter_gradients.add_parts(parts, 9, 0.5, (more, into[:, 1:10])), into
+
+    for alone, half, into in both(run):
+        assert torch.allclose(alone, parts.sum(0)[:, :9]) and torch.equal(half, alone / 2)
+        assert torch.equal(into[:, 1:10], more.sum(0)[:, :9].bfloat16()) and bool((into[:, [0, 10]] == 7).all())
 
 
 @pytest.mark.parametrize("power", [-20, 0, 20])

@@ -72,7 +72,7 @@ VARIANTS += [
 ]
 VARIANTS.append(loader.Variant("downs.cu", ()))
 VARIANTS += [loader.Variant("low_gradients.cu", (("RANKS", ranks), ("STAGES", 4 * ranks))) for ranks in (1, 2)]
-VARIANTS += [loader.Variant("sum_parts.cu", (("TO_BF16", narrow),)) for narrow in (0, 1)]
+VARIANTS.append(loader.Variant("sum_parts.cu", ()))
 VARIANTS += [loader.Variant("ups.cu", (("BLOCKS", blocks),)) for blocks in (0, 1)]
 VARIANTS += [
     loader.Variant("groups.cu", (("X_BF16", 1), ("NORM", norm), ("THREADS", 512), ("ROUNDS", rounds)))

@@ -1,5 +1,7 @@
 """LoRA over FP8 with FP8 products: outputs and gradients against float64 autograd over the dequantized operands."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -228,9 +230,10 @@ def in_groups(x):
 
 @pytest.mark.parametrize("granularity", [PerRow(), PerBlock(128, 128)], ids=str)
 def test_adapters_on_some_of_a_group(granularity):
-    """Of different ranks; the one without takes the codes without the columns of the others."""
+    """Of different ranks and scalings; the one without takes the codes without the columns of the others."""
     ranks = (4, 0, 9)
     projections = [projection(128, 256, i, rank, granularity=granularity) for i, rank in enumerate(ranks)]
+    projections[2] = replace(projections[2], scaling=3.0)
     x = inputs(256).requires_grad_()
     wide = x.detach().double().requires_grad_()
     seen = (rounded if granularity == PerRow() else in_groups)(wide)
