@@ -21,6 +21,7 @@ COLOURS = {
     "compensated": "#3d8b55",
     "blocks": "#7b4fa3",
     "blocks-decoded": "#b9a3d3",
+    "blocks-compensated": "#c08a1e",
 }
 NAMES = {
     "bf16": "BF16 base, in BF16",
@@ -30,6 +31,7 @@ NAMES = {
     "compensated": "the same, base compensated",
     "blocks": "blocks, FP8 products",
     "blocks-decoded": "blocks decoded, in BF16",
+    "blocks-compensated": "blocks compensated",
 }
 DASHED = ("dequantized", "w8a16", "blocks-decoded")
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 560, 330, 62, 12, 34, 46
