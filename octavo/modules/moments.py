@@ -50,9 +50,11 @@ def fast_products() -> Iterator[None]:
 def fast_arithmetic(model: nn.Module) -> Iterator[None]:
     """`fast_products`, and the model's float32 parameters are BF16 inside, again where the CPU has units for it.
 
-    Half the time forward and backward. They are what they were afterwards.
+    Half the time forward and backward. They are what they were afterwards. Tables that are added to what flows through
+    the model, such as XGLM's positions, go with them; vectors, such as frequencies of rotary embedding, do not.
     """
-    before = [(p, p.data) for p in model.parameters() if p.device.type == "cpu" and p.dtype == torch.float32]
+    tensors = [*model.parameters(), *(b for b in model.buffers() if b.dim() > 1)]
+    before = [(p, p.data) for p in tensors if p.device.type == "cpu" and p.dtype == torch.float32]
     with fast_products():
         try:
             for p, data in before if torch.cpu._is_amx_tile_supported() else []:

@@ -233,8 +233,11 @@ def test_fast_products_end_with_the_block():
 @pytest.mark.parametrize("units", [True, False])
 def test_fast_arithmetic_ends_with_the_block(block, monkeypatch, units):
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: units)
-    before = {name: p.clone() for name, p in block.named_parameters()}
+    block.register_buffer("positions", torch.randn(3, 8))
+    block.register_buffer("frequencies", torch.randn(3))
+    before = {name: tensor.clone() for name, tensor in block.state_dict().items()}
     with pytest.raises(KeyError), fast_arithmetic(block):
         assert {p.dtype for p in block.parameters()} == {torch.bfloat16 if units else torch.float32}
+        assert block.positions.dtype == block.gate_proj.weight.dtype and block.frequencies.dtype == torch.float32
         raise KeyError
-    assert all(torch.equal(p, before[name]) for name, p in block.named_parameters())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in block.state_dict().items())
