@@ -123,6 +123,8 @@ def _device(model: Model, setup: Setup, gpu: Gpu, kind: Rates, own: Backend) -> 
     tokens, full, again = setup.tokens, setup.method == "full", setup.checkpointing == "full"
     passes = (3 if full else 2) + setup.recomputes
     gemm = sum(_gemm_seconds(setup, kind, width, tokens, passes) * width.layers for width in model.widths)
+    if setup.saved_fp8 and setup.recomputes:  # a fused layer's last product is not run again
+        gemm -= 2.0 * model.hidden * sum(w.ffn * w.layers for w in model.widths) * tokens / kind.gemm
     head_rate = rates(gpu, False).gemm
     of_head = (3 if full else 2) + (setup.loss == "tiled")  # TRL makes the logits again in backward
     head = 2.0 * of_head * model.hidden * model.vocab * tokens / head_rate
