@@ -115,8 +115,7 @@ def _straight_through(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None
 fake_quantize.register_autograd(_straight_through)
 
 
-@custom_op("octavo::linear", mutates_args=(), schema=f"(Tensor x, {_LINEAR}, str activation, str backend) -> Tensor")
-def linear(
+def linear_now(
     x: torch.Tensor,
     codes: torch.Tensor,
     scale: torch.Tensor,
@@ -135,6 +134,14 @@ def linear(
         found = _linear_kernels("linear", x2, w, activation, backend)
         y = found.linear(x2, w, bias, activation, input_scale)
     return y.reshape(*x.shape[:-1], codes.shape[0])
+
+
+linear = custom_op(
+    "octavo::linear",
+    linear_now,
+    mutates_args=(),
+    schema=f"(Tensor x, {_LINEAR}, str activation, str backend) -> Tensor",
+)
 
 
 @linear.register_fake

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from octavo.base.errors import ConfigError, ShapeError, did_you_mean
 from octavo.formats.recipe import ACTIVATIONS
@@ -60,5 +61,13 @@ def apply(
     kind = x.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind) and x.dtype in (torch.float16, torch.bfloat16, torch.float32):
         x = x.to(torch.get_autocast_dtype(kind))
-    result: torch.Tensor = library.linear(x, codes, scale, bias, input_scale, spec, *tile, activation, backend)
+    function = library.linear_now if nobody_watches(x) else library.linear
+    result: torch.Tensor = function(x, codes, scale, bias, input_scale, spec, *tile, activation, backend)
     return result
+
+
+def nobody_watches(x: torch.Tensor) -> bool:
+    """Whether neither autograd, a compiler nor a mode of torch has to see an op, whose dispatch takes longer than its
+    kernel where few tokens are multiplied."""
+    watched = torch.is_grad_enabled() or torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
+    return type(x) is torch.Tensor and x.device.type != "meta" and not watched

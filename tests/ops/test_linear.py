@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import octavo
 from octavo.base.errors import ConfigError, ShapeError, UnsupportedError
@@ -10,7 +11,7 @@ from octavo.formats.granularity import PerGroup, PerRow, PerTensor
 from octavo.formats.reference import dequantize_ref, quantize_ref
 from octavo.formats.rule import Rule
 from octavo.formats.spec import E4M3
-from octavo.ops import cpu, dequant, reference
+from octavo.ops import cpu, dequant, library, reference
 from octavo.ops.linear import linear
 from octavo.testing import FLOOR_DB, assert_sqnr
 from tests.ops.cases import GRANULARITIES, MATRICES
@@ -171,3 +172,19 @@ def test_autocast_decides_the_dtype_as_for_torch(dtype):
 def test_refusals(arguments, error, text):
     with pytest.raises(error, match=text):
         linear(**{"x": torch.ones(3, 16), "q": weight((8, 16)), **arguments})
+
+
+def test_without_the_op_where_nobody_watches(monkeypatch):
+    """The same bits; tensors without values, and compilers, still see the op."""
+    q, x = octavo.quantize(torch.randn(24, 16)), torch.randn(3, 16)
+    want = linear(x, q)
+    compiled = torch.compile(lambda x: linear(x, q), backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        assert linear(x.to("meta"), octavo.ScaledTensor(q.codes.to("meta"), q.scale.to("meta"))).shape == (3, 24)
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            assert linear(mode.from_tensor(x), q).shape == (3, 24)
+        assert torch.equal(compiled(x), want)
+        monkeypatch.setattr(library, "linear", None)
+        assert torch.equal(linear(x, q), want)
+    with pytest.raises(TypeError):
+        linear(x, q)
