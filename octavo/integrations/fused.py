@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
+from octavo.base.errors import UnsupportedError
 from octavo.base.hardware import caps_of
 from octavo.formats.architectures import FUSED_DECODERS, DecoderLayer
 from octavo.formats.granularity import PerBlock, PerRow, PerTensor
@@ -290,7 +291,8 @@ def norm_of(norm: nn.Module | None, offset: float = 0.0) -> Norm | None:
         return None
     weight = cast(torch.Tensor, norm.weight)
     epsilon = getattr(norm, "variance_epsilon", None) or norm.eps
-    state = weight._version, weight.dtype, weight.device
+    version = 0 if weight.is_inference() else weight._version  # made in inference mode, none counts its changes
+    state = version, weight.dtype, weight.device
     seen, then, scale, suffice = norm.__dict__.get(SCALE) or (Seen(), None, weight, False)
     if not seen.is_(weight) or then != state:  # made once; and the answer waits for the GPU
         scale = weight.detach().float() + offset
@@ -316,6 +318,10 @@ def projections_of(
         projection = projection_of(layer)
         if projection is None:
             return None
+        if projection.weight.codes.device != x.device:
+            got = f"inputs on {x.device}, weights on {projection.weight.codes.device}"
+            fix = "nn.DataParallel, which a Trainer takes on several GPUs, cannot copy them: start it with torchrun."
+            raise UnsupportedError("fused FP8 layers", got=got, need="one device", fix=fix)
         if isinstance(projection.weight.granularity, PerBlock):
             run = blocks_run(projection.weight.shape, x.device) and x.shape[:-1].numel() % 4 == 0
         else:

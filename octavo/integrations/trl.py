@@ -218,7 +218,7 @@ def build_trainer(
 
 def _arguments(options: SftOptions, run: RunFolder, on_cpu: bool) -> SFTConfig:
     """Saving, logging and evaluation are ours: the trainer only trains."""
-    return SFTConfig(
+    arguments = SFTConfig(
         output_dir=str(run.path),
         learning_rate=options.learning_rate,
         lr_scheduler_type=options.schedule,
@@ -247,6 +247,9 @@ def _arguments(options: SftOptions, run: RunFolder, on_cpu: bool) -> SFTConfig:
         dataloader_pin_memory=not on_cpu,
         disable_tqdm=True,
     )
+    # One process is one GPU: else the Trainer wraps the model in nn.DataParallel, whose copies share bound forwards.
+    arguments._n_gpu = min(arguments.n_gpu, 1)
+    return arguments
 
 
 def run_snapshots(run: RunFolder, source: str, settings: Mapping[str, Any]) -> SnapshotCallback:

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 import octavo
 from octavo import Recipe, convert
+from octavo.base.errors import UnsupportedError
 from octavo.integrations import fused
 from octavo.integrations.peft import get_peft_model
 from octavo.modules.experts import FrozenFloat8Experts
@@ -367,6 +368,21 @@ def test_checkpointed_group_frees_what_it_hands_out(everywhere):
     checkpoint(run, layer.input_layernorm(x), use_reentrant=False).backward()
     group = layer.__dict__[fused.FUSED][0]
     assert x.grad.any() and not group.outputs
+
+
+def test_a_model_made_in_inference_mode(everywhere, plain):
+    with torch.inference_mode():
+        model = build().eval()
+        assert sqnr_db(model(input_ids=tokens()).logits, plain(model, input_ids=tokens()).logits) > 20
+    assert len(everywhere) == 6
+
+
+def test_inputs_on_another_device(everywhere):
+    """As nn.DataParallel makes them: its copies of modules share what was bound to the first."""
+    layer = build().base_model.model.model.layers[0].self_attn.o_proj
+    layer.base_layer.to("meta")
+    with pytest.raises(UnsupportedError, match=r"inputs on cpu, weights on meta.*start it with torchrun"):
+        layer(torch.zeros(2, 64, dtype=torch.bfloat16))
 
 
 def test_a_norms_weight_is_asked_once(monkeypatch):

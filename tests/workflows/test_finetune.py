@@ -2,6 +2,8 @@
 
 import json
 import math
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -271,6 +273,14 @@ def test_raw_loss_is_written_before_the_run_stops(tmp_path):
     with pytest.raises(RefusedError, match="loss of step 4 is nan"):
         recorder.on_pre_optimizer_step(None, TrainerState(global_step=3), None, model=torch.nn.Linear(1, 1))
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 4, "loss": None, "raw": "nan"}
+
+
+def test_one_process_is_one_gpu(tmp_path, monkeypatch):
+    """On several, the Trainer would wrap the model in nn.DataParallel."""
+    from octavo.integrations import trl
+
+    monkeypatch.setattr(trl, "SFTConfig", lambda **options: SimpleNamespace(n_gpu=4, _n_gpu=4))
+    assert trl._arguments(MagicMock(report_to=()), RunFolder(tmp_path), on_cpu=False)._n_gpu == 1
 
 
 @pytest.mark.parametrize(
