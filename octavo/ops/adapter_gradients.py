@@ -18,8 +18,8 @@ from octavo.kernels.cuda import loader
 from octavo.ops import fused
 from octavo.ops.adapter_columns import master
 
-CHUNK = 1024  # tokens that one block of over_tokens.cu adds up
-MOST_RANKS = 48  # whose sums it holds in registers
+MOST_RANKS = 48  # whose sums a block of over_tokens.cu holds in registers
+AT_ONCE = {1: 3, 2: 2, 3: 2}  # blocks of it that a multiprocessor takes, by sixteens of ranks
 MOST_COLUMNS = 32  # ranks that low_gradients.cu takes
 STRIP, TOKENS = 512, 16  # columns of one of its blocks, tokens of a stage
 
@@ -32,7 +32,10 @@ def over_tokens(low: torch.Tensor, q: ScaledTensor) -> torch.Tensor:
     (m, k), rank = q.shape, low.shape[1]
     if not fused.on_kernels(low) or not m:
         return (low.float().mT @ dequantize_ref(q))[None]
-    chunks, low, grouped = -(-m // CHUNK), low.contiguous(), isinstance(q.granularity, PerGroup)
+    low, grouped, multiprocessors = low.contiguous(), isinstance(q.granularity, PerGroup), loader.limits(low.device)[0]
+    columns = -(-k // 256)
+    chunk = _chunk(m, columns, AT_ONCE[-(-min(rank, MOST_RANKS) // 16)] * multiprocessors, 128)
+    chunks = -(-m // chunk)
     sums = torch.empty((chunks, rank, k), device=low.device)
     for begin in range(0, rank, MOST_RANKS):
         part = (
@@ -42,14 +45,14 @@ def over_tokens(low: torch.Tensor, q: ScaledTensor) -> torch.Tensor:
         defines = {
             "X_BF16": int(low.dtype == torch.bfloat16),
             "RANKS": ranks,
-            "CHUNK": CHUNK,
             "ALIGNED": int(rank % 8 == 0 and low.data_ptr() % 16 == 0),
             "GROUPED": int(grouped),
         }
         strides = (np.int64(size) for size in (q.codes.stride(0), rank, q.scale.stride(1)))
         arguments = q.codes, q.scale, low[:, begin:], part, np.int64(m), np.int32(k), np.int32(part.shape[1]), *strides
+        arguments = *arguments, np.int32(chunk)
         variant = loader.Variant("over_tokens.cu", tuple(defines.items()))
-        loader.launch(variant, (-(-k // 256), chunks), 128, arguments, low)
+        loader.launch(variant, (columns, chunks), 128, arguments, low)
         if part is not sums:
             sums[:, begin : begin + MOST_RANKS] = part
     return sums
@@ -66,7 +69,7 @@ def over_output(dy: torch.Tensor, low: torch.Tensor, b: torch.Tensor, into: torc
         return (dy.mT @ low).float()
     ranks = -(-rank // 16)
     blocks, strips = (3 - ranks) * loader.limits(dy.device)[0], -(-n // STRIP)
-    chunk = TOKENS * -(-m * strips // (TOKENS * blocks))
+    chunk = _chunk(m, strips, blocks, TOKENS)
     du = torch.empty((strips, m, 16 * ranks), device=dy.device)
     db = torch.empty((-(-m // chunk), n, 16 * ranks), device=dy.device)
     stages = 4 * ranks
@@ -74,6 +77,11 @@ def over_output(dy: torch.Tensor, low: torch.Tensor, b: torch.Tensor, into: torc
     sizes = np.int64(m), np.int32(n), np.int32(rank), np.int64(low.stride(0)), np.int32(chunk)
     loader.launch(variant, (strips, len(db)), 256, (dy, master(b), low, du, db, *sizes), dy)
     return add_parts(db, rank, others=(du, into))
+
+
+def _chunk(m: int, columns: int, blocks: int, multiple: int) -> int:
+    """Tokens a block, so that all blocks, `columns` for each chunk of tokens, run at once where that is possible."""
+    return multiple * -(-m // (multiple * max(1, blocks // columns)))
 
 
 def add_parts(

@@ -83,9 +83,7 @@ VARIANTS += [
     for backward, gelu in ((0, 0), (0, 1), (1, 0), (1, 1))
 ]
 VARIANTS += [
-    loader.Variant(
-        "over_tokens.cu", (("X_BF16", 1), ("RANKS", ranks), ("CHUNK", 1024), ("ALIGNED", 1), ("GROUPED", grouped))
-    )
+    loader.Variant("over_tokens.cu", (("X_BF16", 1), ("RANKS", ranks), ("ALIGNED", 1), ("GROUPED", grouped)))
     for ranks, grouped in ((1, 0), (2, 0), (3, 0), (3, 1))
 ]
 VARIANTS += [

@@ -3,10 +3,10 @@
 // low 16 bit [M, R] times the scale of each token, bfloat16, is A of mma.m16n8k16, the codes are B: tokens are the
 // contracted dimension and lie in different rows, so that a lane loads 8 columns of 4 tokens and turns 4 x 4 bytes. Which
 // tokens and columns a lane has is free as long as A and the result agree: tokens 4t to 4t + 3 of sixteen, columns
-// 8g to 8g + 7 of sixty-four, one for each of 8 products. A block takes 256 columns and CHUNK tokens and writes its own
+// 8g to 8g + 7 of sixty-four, one for each of 8 products. A block takes 256 columns and `chunk` tokens and writes its own
 // sums, float32 [chunk, R, K]: whoever adds them has the same bits every time.
 // GROUPED: scales are per group of 128 columns, those of a group `group_stride` apart, not per token.
-// Compiled with: NAME, X_BF16, RANKS, CHUNK (a multiple of 128), ALIGNED (rows of low on 16 bytes, R % 8 == 0), GROUPED. Needs K and pitch % 8 == 0. NaN codes read as +-480.
+// Compiled with: NAME, X_BF16, RANKS, ALIGNED (rows of low on 16 bytes, R % 8 == 0), GROUPED. Needs K and pitch % 8 == 0, chunk % 128 == 0. NaN codes read as +-480.
 #include "device.cuh"
 
 #define THREADS 128  // one for each token of a stage
@@ -52,12 +52,12 @@ DEVICE void turn(u32 (&w)[4]) {
 
 KERNEL(THREADS, 1)
 NAME(const u8* codes, const float* scale, const u16* low, float* sums, i64 M, int K, int R, i64 pitch, i64 low_pitch,
-     i64 group_stride) {
+     i64 group_stride, int chunk) {
     SHARED u16 turned[SETS][16 * RANKS][PITCH];  // low times scale, tokens along a row
     const int set = GROUPED ? threadIdx.x / 64 : 0;
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int column = blockIdx.x * 256 + threadIdx.x / 32 * 64 + g * 8;
-    const i64 first = i64(blockIdx.y) * CHUNK, end = first + CHUNK < M ? first + CHUNK : M;
+    const i64 first = i64(blockIdx.y) * chunk, end = first + chunk < M ? first + chunk : M;
     const auto load = [=](i64 token) {
         if (token >= end || column >= K) return Words{{0, 0}};
         const uint2 v = *reinterpret_cast<const uint2*>(codes + token * pitch + column);
