@@ -52,14 +52,17 @@ def nearest(y: torch.Tensor, spec: FloatSpec) -> torch.Tensor:
     return (y / step).round_().mul_(step)
 
 
-def nearest_(y: torch.Tensor, spec: FloatSpec, scratch: torch.Tensor | None = None) -> torch.Tensor:
+def nearest_(
+    y: torch.Tensor, spec: FloatSpec, scratch: torch.Tensor | None = None, *, of: torch.Tensor | None = None
+) -> torch.Tensor:
     """`nearest` in place and in fewer operations, but zeros lose their sign. scratch: shaped and typed like y.
 
-    To y, LIFT steps are added and taken away again: float32 rounds the sum to whole steps.
+    of: what to round, in place of y itself. To it LIFT steps are added and taken away again: float32 rounds the sum to
+    whole steps.
     """
     scratch = torch.empty_like(y) if scratch is None else scratch
     exponent, lift = _lifting(spec)
-    y.clamp_(-spec.max, spec.max)
+    torch.clamp(y if of is None else of, -spec.max, spec.max, out=y)
     torch.bitwise_and(y.view(torch.int32), exponent, out=scratch.view(torch.int32))
     steps = scratch.mul_(lift).clamp_min_(LIFT * spec.min_subnormal)
     return y.add_(steps).sub_(steps)

@@ -67,8 +67,9 @@ class Curvature:
         order = torch.argsort(moments.diagonal().float(), descending=True, stable=True)
         h = moments.float()[order[:, None], order]
         live = h.diagonal() > 0
-        h[~live] = 0.0
-        h[:, ~live] = 0.0
+        if not bool(live.all()):
+            h[~live] = 0.0
+            h[:, ~live] = 0.0
         mean = h.diagonal()[live].mean() if bool(live.any()) else h.new_ones(())
         while damping <= MOST_DAMPING:
             # H = R R^T with R upper, a Cholesky factorization from the last column on: then U is the inverse of R.

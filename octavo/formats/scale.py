@@ -78,7 +78,7 @@ def mse_scale(
     for factor in CANDIDATES if scale_format == "fp32" else PO2_CANDIDATES:
         scale = torch.where(amax > 0, (start * factor).clamp(min=SCALE_FLOOR), start)
         torch.mul(x, 1 / factor, out=scaled)
-        square = nearest_(rounded.copy_(scaled), spec, scratch).sub_(scaled).square_()
+        square = nearest_(rounded, spec, scratch, of=scaled).sub_(scaled).square_()
         error = granularity.reduce(square if importance is None else square.mul_(importance), "sum") * factor**2
         if best_error is None:
             best_error = error

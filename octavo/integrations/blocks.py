@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import product
 from typing import Any, cast
 
@@ -17,13 +18,16 @@ from torch import nn
 from octavo.base.errors import CheckpointError, DataError
 from octavo.base.log import Advance
 from octavo.integrations.measuring import decoder
-from octavo.modules.moments import MomentObserver, MomentSums, TokenWeights, fast_products, fisher_backward
+from octavo.modules.moments import Inputs, MomentObserver, MomentSums, TokenWeights, fast_products, fisher_backward
 
 Groups = Mapping[str, list[str]]
 Hidden = list[torch.Tensor]  # [1, T, hidden] of each sample, in host memory
 Forward = Callable[..., Any]
 SEED = 0  # of the tokens drawn for the Fisher weights
 HEAD_TOKENS = 128
+WEIGHED = (
+    2  # every so manieth sample is weighed for its moments, by a backward pass; tokens of others count as the mean
+)
 
 
 class BlockWalk:
@@ -61,21 +65,22 @@ class BlockWalk:
     def fisher_moments(self, visit: Callable[[Groups, MomentSums], object], advance: Advance) -> None:
         """Blocks from last to first: `visit(groups, seen)` is given the moments of each, weighted, on the device.
 
+        Every WEIGHED-th sample is weighed, tokens of the others count as the mean of their group.
         advance: called with samples, out of 2 x blocks x samples.
         """
         sums = MomentSums(key for groups in self.groups.values() for key in groups)
-        for groups in self._backward(sums.add, advance):
+        for groups in self._backward(sums.add, advance, WEIGHED):
             sums.finish()
             check_finite(sums)
             visit(groups, sums)
             sums.matrices.clear()
 
     def _backward(
-        self, use: Callable[[str, torch.Tensor, torch.Tensor], object], advance: Advance
+        self, use: Callable[[str, torch.Tensor, Any], object], advance: Advance, every: int = 1
     ) -> Iterator[dict[str, list[str]]]:
         """Forward through all blocks, and back from the last to the first: yields the groups of each after its turn.
 
-        use: see TokenWeights.
+        use: see TokenWeights; the samples that are not weighed come with one number, the mean of the weights.
         """
         entered: dict[str, Hidden] = {}
         hidden = self._first
@@ -85,18 +90,23 @@ class BlockWalk:
                 with resident(block, self.device):
                     hidden = self._through(name, hidden)
                 advance(len(self.samples))
-        gradients = self._head_gradients(hidden)
+        gradients = self._head_gradients(hidden, every)
         for name, block in reversed(self.blocks.items()):
-            watched = TokenWeights(self.model, self.groups[name], use)
-            with resident(block, self.device), torch.enable_grad(), fast_products(), watched:
-                for i, x in enumerate(entered.pop(name)):
-                    leaf = x.to(self.device).requires_grad_(True)
-                    out = self._run(name, i, leaf)
-                    out.backward(gradients[i].to(self.device))  # type: ignore[no-untyped-call]
-                    gradients[i] = cast(torch.Tensor, leaf.grad).cpu()
-                    watched.flush()
+            inputs, groups = entered.pop(name), self.groups[name]
+            watched = TokenWeights(self.model, groups, use)
+            with resident(block, self.device), fast_products():
+                with torch.enable_grad(), watched:
+                    for i in gradients:
+                        leaf = inputs[i].to(self.device).requires_grad_(True)
+                        out = self._run(name, i, leaf)
+                        out.backward(gradients[i].to(self.device))  # type: ignore[no-untyped-call]
+                        gradients[i] = cast(torch.Tensor, leaf.grad).cpu()
+                        watched.flush()
+                with torch.no_grad(), Inputs(self.model, groups, partial(_as_the_mean, watched, use)):
+                    for i in (i for i in range(len(inputs)) if i not in gradients):
+                        self._run(name, i, inputs[i].to(self.device))
             advance(len(self.samples))
-            yield self.groups[name]
+            yield groups
 
     @torch.no_grad()
     def moments(
@@ -140,20 +150,21 @@ class BlockWalk:
             for sample in self.samples:
                 decoder(self.model)(input_ids=sample[None].to(self.device), use_cache=False)
 
-    def _head_gradients(self, hidden: Hidden) -> Hidden:
-        """hidden: after the last block -> gradients there of a drawn token's negative log-likelihood."""
+    def _head_gradients(self, hidden: Hidden, every: int) -> dict[int, torch.Tensor]:
+        """hidden: after the last block -> of every so manieth sample, gradients there of a drawn token's negative
+        log-likelihood."""
         generator = torch.Generator().manual_seed(SEED)
-        gradients = []
+        gradients = {}
         leaf = torch.empty(0)
 
         def forward(name: str, original: Forward, *arguments: Any, **keywords: Any) -> Any:
             return self._result(leaf)
 
         with torch.enable_grad(), fast_products(), self._instead(forward):
-            for sample, x in zip(self.samples, hidden, strict=True):
-                leaf = x.to(self.device).requires_grad_(True)
-                head_backward(self.model, sample[None], generator)
-                gradients.append(cast(torch.Tensor, leaf.grad).cpu())
+            for i in range(0, len(hidden), every):
+                leaf = hidden[i].to(self.device).requires_grad_(True)
+                head_backward(self.model, self.samples[i][None], generator)
+                gradients[i] = cast(torch.Tensor, leaf.grad).cpu()
         return gradients
 
     def _through(self, name: str, hidden: Hidden) -> Hidden:
@@ -255,6 +266,12 @@ def resident(
     finally:
         for t, data in zip(tensors, before, strict=True):
             t.data = data
+
+
+def _as_the_mean(
+    weights: TokenWeights, use: Callable[[str, torch.Tensor, Any], object], key: str, x: torch.Tensor
+) -> None:
+    use(key, x, weights.mean(key))
 
 
 def _hidden(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> torch.Tensor:

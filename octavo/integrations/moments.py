@@ -22,11 +22,11 @@ from octavo.formats.granularity import PerTensor
 from octavo.formats.recipe import Recipe
 from octavo.formats.scale import scale_of
 from octavo.integrations import measuring
-from octavo.integrations.blocks import BlockMoments, BlockWalk, Groups, check_finite, head_backward
+from octavo.integrations.blocks import WEIGHED, BlockMoments, BlockWalk, Groups, check_finite, head_backward
 from octavo.integrations.data import calibration_samples
 from octavo.integrations.hub import resolve_model
 from octavo.integrations.loading import device_of
-from octavo.modules.moments import MomentObserver, MomentSums, TokenWeights, fast_arithmetic, input_groups
+from octavo.modules.moments import Inputs, MomentObserver, MomentSums, TokenWeights, fast_arithmetic, input_groups
 from octavo.ops.quantize import dequantize
 from octavo.ops.rounding import Compensator
 from octavo.store.manifest import fingerprint
@@ -246,7 +246,8 @@ def split_groups(model: nn.Module, groups: Mapping[str, list[str]], memory: int)
 def fisher_moments(
     model: nn.Module, groups: Mapping[str, list[str]], samples: list[torch.Tensor], advance: Advance
 ) -> MomentSums:
-    """Second moments of one batch of groups, weighted: one forward and backward pass for AT_ONCE tokens.
+    """Second moments of one batch of groups, weighted: one forward and backward pass for AT_ONCE tokens of every
+    WEIGHED-th sample. Tokens of the others count as their group's mean.
 
     Where experts would mix their tokens, one sample at a time. No parameter gets a gradient. CheckpointError if an
     input or a gradient held NaN or Inf.
@@ -258,12 +259,17 @@ def fisher_moments(
     sums = MomentSums(groups)
     try:
         with torch.enable_grad(), TokenWeights(model, groups, sums.add) as weights:
-            for together in _stacked(samples, 1 if weights.stacks else AT_ONCE):
+            for together in _stacked(samples[::WEIGHED], 1 if weights.stacks else AT_ONCE):
                 head_backward(model, together, generator)
                 weights.flush()
                 advance(len(together))
     finally:
         wake.remove()
+    with Inputs(model, groups, lambda key, x: sums.add(key, x, weights.mean(key))):
+        for i, sample in enumerate(samples):
+            if i % WEIGHED:
+                measuring.run_layers(model, sample)
+                advance(1)
     sums.finish()
     check_finite(sums)
     return sums

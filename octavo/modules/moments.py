@@ -28,6 +28,7 @@ from octavo.modules.observers import ExpertProducts
 # A few tokens can carry most of the gradient; past this many times the mean they would drown the others.
 MOST_WEIGHT = 20.0
 CAP_STEPS = 32
+RUN = 256  # tokens of the vocabulary whose probabilities are summed before one is drawn
 
 
 @contextmanager
@@ -122,19 +123,20 @@ class MomentSums:
         self._halves: dict[str, list[_Half]] = {}
 
     @torch.no_grad()
-    def add(self, key: str, x: torch.Tensor, weights: torch.Tensor | None = None) -> None:
-        """x [..., K]: the inputs of one sample. weights: float32 [tokens], on any device; None: all ones."""
+    def add(self, key: str, x: torch.Tensor, weights: torch.Tensor | float = 1.0) -> None:
+        """x [..., K]: the inputs of one sample. weights: float32 [tokens], on any device, or one number for all."""
         x = x.detach().reshape(-1, x.shape[-1]).float()
         self.tokens[key] += len(x)
-        total = float(len(x))
-        if weights is not None:
-            x, total = x * weights.sqrt().to(x.device)[:, None], float(weights.sum())
+        if isinstance(weights, torch.Tensor):
+            x, total, each = x * weights.sqrt().to(x.device)[:, None], float(weights.sum()), 1.0
+        else:
+            total, each = weights * len(x), weights
         halves = self._halves.setdefault(key, [])
         if len(halves) < 2:
-            halves.append(_Half(x.mT @ x, [total]))
+            halves.append(_Half((x.mT @ x).mul_(each), [total]))
             return
         half = halves[0] if len(halves[0].totals) <= len(halves[1].totals) else halves[1]
-        half.matrix.addmm_(x.mT, x)
+        half.matrix.addmm_(x.mT, x, alpha=each)
         half.totals.append(total)
 
     def finish(self) -> None:
@@ -147,7 +149,32 @@ class MomentSums:
                 self.matrices[key].mul_(self.tokens[key] / total)
 
 
-class MomentObserver(_Watch, MomentSums):
+class Inputs(_Watch):
+    """use(key, inputs [..., K]) for each group while samples run through the model."""
+
+    def __init__(
+        self, model: nn.Module, groups: Mapping[str, list[str]], use: Callable[[str, torch.Tensor], None]
+    ) -> None:
+        super().__init__(model, groups)
+        self._use = use
+
+    def __enter__(self) -> Self:
+        for key, names in self.groups.items():
+            if names[0] in self.linears:
+                self._hooks.append(self.linears[names[0]].register_forward_pre_hook(self._hook(key)))
+        return super().__enter__()
+
+    def expert(
+        self, name: str, x: torch.Tensor, result: torch.Tensor, pick: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        if name in self.groups:
+            self._use(name, x)
+
+    def _hook(self, key: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        return lambda linear, inputs: self._use(key, inputs[0])
+
+
+class MomentObserver(Inputs, MomentSums):
     """Adds up H while samples run through the model.
 
     groups: see above; of linears that share their input the first is watched. weights: key -> float32 [tokens], in
@@ -157,32 +184,17 @@ class MomentObserver(_Watch, MomentSums):
     def __init__(
         self, model: nn.Module, groups: Mapping[str, list[str]], weights: Mapping[str, torch.Tensor] | None = None
     ) -> None:
-        _Watch.__init__(self, model, groups)
+        Inputs.__init__(self, model, groups, self._weighted)
         MomentSums.__init__(self, groups)
         self._weights = weights
-
-    def __enter__(self) -> Self:
-        for key, names in self.groups.items():
-            if names[0] in self.linears:
-                self._hooks.append(self.linears[names[0]].register_forward_pre_hook(self._hook(key)))
-        return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         self.finish()
 
-    def expert(
-        self, name: str, x: torch.Tensor, result: torch.Tensor, pick: Callable[[torch.Tensor], torch.Tensor]
-    ) -> None:
-        if name in self.groups:
-            self._weighted(name, x)
-
-    def _hook(self, key: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        return lambda linear, inputs: self._weighted(key, inputs[0])
-
     def _weighted(self, key: str, x: torch.Tensor) -> None:
         first, count = self.tokens[key], x.shape[:-1].numel()
-        self.add(key, x, None if self._weights is None else self._weights[key][first : first + count])
+        self.add(key, x, 1.0 if self._weights is None else self._weights[key][first : first + count])
 
 
 @dataclass
@@ -290,6 +302,11 @@ class TokenWeights(_Watch):
                 for sample, its in whole:
                     self._use(key, sample, self._capped(key, its))
 
+    def mean(self, key: str) -> float:
+        """Of the weights so far; 1 where there are none."""
+        total, tokens = self._so_far[key]
+        return total / tokens if tokens else 1.0
+
     def _capped(self, key: str, weight: torch.Tensor) -> torch.Tensor:
         if not bool(torch.isfinite(weight).all()):
             raise CheckpointError(f"the gradient at {key} holds NaN or Inf", fix="Calibrate in float32.")
@@ -309,10 +326,23 @@ def fisher_backward(logits: torch.Tensor, generator: torch.Generator) -> None:
 
     Drawing from the model, not taking the text's next token, makes the squared gradient estimate the Fisher trace.
     """
-    p = logits.detach().float().softmax(-1)
-    cumulative = p.cumsum(-1)
-    # Uniform numbers of the CPU, so that every device draws alike; times the sum, which float32 makes about 1.
-    uniform = torch.rand((len(logits), 1), generator=generator).to(logits.device) * cumulative[:, -1:]
-    drawn = torch.searchsorted(cumulative, uniform, right=True).clamp(max=logits.shape[-1] - 1)
-    gradient = p.scatter_add_(-1, drawn, torch.full_like(uniform, -1.0))  # of -log p[drawn]
-    logits.backward(gradient.to(logits.dtype))  # type: ignore[no-untyped-call]
+    p = logits.detach().softmax(-1)
+    drawn = _draw(p, generator)
+    gradient = p.scatter_add_(-1, drawn, torch.full_like(drawn, -1, dtype=p.dtype))  # of -log p[drawn]
+    logits.backward(gradient)  # type: ignore[no-untyped-call]
+
+
+def _draw(p: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """int64 [T, 1]: a token from each distribution p [T, V]. First a run of RUN tokens, then one of it: a running sum
+    of the whole vocabulary would take longer than everything else here."""
+    count, vocabulary = p.shape
+    runs = nn.functional.pad(p, (0, -vocabulary % RUN)).view(count, -1, RUN)
+    totals = runs.sum(-1).float().cumsum(-1)
+    # Uniform numbers of the CPU, so that every device draws alike; times the sum, which is about 1.
+    uniform = torch.rand((count, 1), generator=generator).to(p.device) * totals[:, -1:]
+    run = torch.searchsorted(totals, uniform, right=True).clamp(max=runs.shape[1] - 1)
+    before = nn.functional.pad(totals, (1, 0)).gather(1, run)
+    inner = runs.gather(1, run[:, :, None].expand(-1, -1, RUN))[:, 0].float().cumsum(-1)
+    rest = (uniform - before) / (totals.gather(1, run) - before) * inner[:, -1:]
+    token = torch.searchsorted(inner, rest, right=True).clamp(max=RUN - 1)
+    return (run * RUN + token).clamp(max=vocabulary - 1)

@@ -38,6 +38,8 @@ from octavo.store.slices import (
     Observe,
     Quantize,
     SliceWork,
+    Together,
+    batches,
     quantize_llmcompressor,
     quantize_reference,
     row_ranges,
@@ -81,6 +83,7 @@ def convert_checkpoint(
     *,
     layout: str = "ct",
     quantize: Quantize = quantize_reference,
+    together: Together | None = None,
     edit: Edit | None = None,
     edit_id: str | None = None,
     examine: Examine = lambda entries, quantization: None,
@@ -99,15 +102,14 @@ def convert_checkpoint(
     """Write `source`, quantized by `recipe`, to the new folder `out`; side files and config.json included.
 
     quantize(x, rule, scale, module) -> ScaledTensor: the arithmetic, on slices [rows, K] that are cut at block borders,
-    of about `slice_values`. calibrated: the modules that it can round with compensation; the others are rounded to
-    nearest, and their outcome says so.
+    of about `slice_values`. together: the same for several whole matrices, where rounding is compensated.
+    calibrated: the modules that it can round so; the others are rounded to nearest, and their outcome says so.
     edit(name, tensor) -> tensor: changes a weight before it is quantized (a merge); called with whole tensors, returns
     the same object where it changes nothing. edit_id: names edit and calibration; without it nothing is resumed.
     examine(entries, quantization_config): sees the output's tensors before anything is written, and may raise.
     observe(module, first row, slice before, slice after): sees every quantized slice, one at a time.
     scales: for static activations, and for kv_cache `fp8`, which stores and declares those of keys and values.
-    dequantize: take FP8 input, too. compat: `llmcompressor`, for comparisons.
-    advance: called with bytes of the source that are done, out of `source.nbytes`.
+    dequantize: take FP8 input, too. compat: `llmcompressor`, for comparisons. advance: called with bytes that are done.
 
     All or nothing, also under kill -9; an identical call resumes. InputError and its kind say what is wrong.
     """
@@ -127,8 +129,8 @@ def convert_checkpoint(
     with OutputFolder(out, job) as folder:
         writer = ShardWriter(folder.path, plan.entries, max_shard_size=max_shard_size)
         check_space(folder.path, writer.missing_size)
-        work = SliceWork(source, plan, writer, quantize, own_scales=compat is not None, observe=observe)
-        resumed = _run(work, edit, workers or default_workers(), advance, slice_values, kv)
+        work = SliceWork(source, plan, writer, quantize, together, observe, own_scales=compat is not None)
+        resumed = _run(work, edit, workers or default_workers(), advance, slice_values, kv, calibrated)
         writer.finish()
         options = {"layout": layout, "compat": compat, "edited": edit is not None, "kv_cache": kv_cache}
         left_out = finish_folder(folder, source, quantization, made_by, recipe, source_print, options)
@@ -228,6 +230,7 @@ def _run(
     advance: Advance,
     values: int,
     ready: Mapping[str, torch.Tensor],
+    calibrated: Moments | None,
 ) -> list[str]:
     """Both passes: amax of what has one scale per tensor, then everything into its shard, with what is ready."""
     pieces = work.plan.pieces
@@ -248,7 +251,12 @@ def _run(
     writer = work.writer
 
     def tasks_of(file: str) -> Iterator[Task]:
-        yield from _tasks(work, by_file.get(file, ()), edit, work.convert, values)
+        here = by_file.get(file, [])
+        for batch in batches(here, work.plan, calibrated) if calibrated and work.together else ([p] for p in here):
+            if len(batch) == 1:
+                yield from _tasks(work, batch, edit, work.convert, values)
+            else:
+                yield partial(work.convert_together, [(piece, _edited(work, edit, piece)) for piece in batch])
         yield from (partial(_put, writer, name, x) for name, x in ready.items() if writer.shard_of[name] == file)
 
     return write_shards(writer, tasks_of, workers, advance)
@@ -263,19 +271,25 @@ def _tasks(
     work: SliceWork, pieces: Iterable[Piece], edit: Edit | None, run: Callable[..., int], values: int
 ) -> Iterator[Task]:
     for piece in pieces:
-        edited = None
-        if edit is not None and piece.dtype.is_floating_point:
-            whole = work.read(piece, 0, piece.shape[0] if piece.shape else 1, None)
-            edited = edit(piece.name, whole)
-            if edited is whole:
-                edited = None
-            elif tuple(edited.shape) != piece.shape:
-                got = f"{list(edited.shape)} back for {piece.name}"
-                raise ConfigError("edit of a conversion", got=got, need=str(list(piece.shape)))
+        edited = _edited(work, edit, piece)
         found = work.plan.rule_of(piece)
         granularity = found.rule.granularity if found and found.rule else None
         for start, stop in row_ranges(piece, granularity, values):
             yield partial(run, piece, start, stop, edited)
+
+
+def _edited(work: SliceWork, edit: Edit | None, piece: Piece) -> torch.Tensor | None:
+    """What `edit` makes of a whole piece; None where it changes nothing."""
+    if edit is None or not piece.dtype.is_floating_point:
+        return None
+    whole = work.read(piece, 0, piece.shape[0] if piece.shape else 1, None)
+    edited = edit(piece.name, whole)
+    if edited is whole:
+        return None
+    if tuple(edited.shape) != piece.shape:
+        got = f"{list(edited.shape)} back for {piece.name}"
+        raise ConfigError("edit of a conversion", got=got, need=str(list(piece.shape)))
+    return edited
 
 
 def _compat(name: str) -> Quantize:

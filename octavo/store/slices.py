@@ -6,7 +6,7 @@ never share a scale but for scales per tensor, which a pass over the siblings fi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from threading import Lock
 
 import torch
@@ -18,13 +18,18 @@ from octavo.formats.rule import Rule
 from octavo.formats.scale import scale_of
 from octavo.formats.scaled import ScaledTensor
 from octavo.store import schema
+from octavo.store.moments import Moments
 from octavo.store.pieces import Piece
 from octavo.store.plan import Plan
 from octavo.store.tensors import Checkpoint
 from octavo.store.writer import ShardWriter
 
 SLICE = 1 << 20  # values
+TOGETHER = 1 << 22  # values of weights that are rounded with compensation at once: 16 MiB each time they are copied
+MOMENTS_TOGETHER = 1 << 24  # values of their moments
+Job = tuple[torch.Tensor, Rule, torch.Tensor | None, str]
 Quantize = Callable[[torch.Tensor, Rule, torch.Tensor | None, str], ScaledTensor]
+Together = Callable[[Sequence[Job]], list[ScaledTensor]]
 Edit = Callable[[str, torch.Tensor], torch.Tensor]
 Observe = Callable[[str, int, torch.Tensor, ScaledTensor], None]
 
@@ -60,6 +65,29 @@ def row_ranges(piece: Piece, granularity: Granularity | None, values: int = SLIC
     return [(start, min(start + step, rows)) for start in range(0, rows, step)] or [(0, 0)]
 
 
+def batches(pieces: Iterable[Piece], plan: Plan, calibrated: Moments) -> Iterator[list[Piece]]:
+    """Pieces to convert in one go: most alone; small matrices to round with compensation side by side with others of
+    their shape, and those with the same input always."""
+    siblings: dict[tuple[str, Rule], list[Piece]] = {}
+    for piece in pieces:
+        found = plan.rule_of(piece)
+        if found is None or found.rule is None or found.rule.rounding == "nearest":
+            yield [piece]
+        else:
+            siblings.setdefault((calibrated.key(piece.module), found.rule), []).append(piece)
+    alike: dict[tuple[Rule, tuple[tuple[int, ...], ...]], list[list[Piece]]] = {}
+    for (_, rule), members in siblings.items():
+        alike.setdefault((rule, tuple(piece.shape for piece in members)), []).append(members)
+    for (_, shapes), groups in alike.items():
+        rows, k = sum(shape[0] for shape in shapes), shapes[0][1]
+        if step := min(TOGETHER // (rows * k), MOMENTS_TOGETHER // k**2):
+            yield from (
+                [piece for group in groups[i : i + step] for piece in group] for i in range(0, len(groups), step)
+            )
+        else:
+            yield from ([piece] for group in groups for piece in group)
+
+
 def tile_amax(x: torch.Tensor, granularity: Granularity) -> torch.Tensor:
     """max |x| of each tile, float32; NaN or Inf where the tile holds one. Whole blocks take two cheap passes."""
     magnitude = x.abs()
@@ -78,12 +106,13 @@ class SliceWork:
         plan: Plan,
         writer: ShardWriter,
         quantize: Quantize,
+        together: Together | None = None,
+        observe: Observe | None = None,
         *,
         own_scales: bool = False,
-        observe: Observe | None = None,
     ) -> None:
         self.source, self.plan, self.writer, self.quantize = source, plan, writer, quantize
-        self.observe, self._lock = observe, Lock()
+        self.together, self.observe, self._lock = together, observe, Lock()
         self._own_scales = own_scales
         self._amax: dict[str, torch.Tensor] = {}
 
@@ -113,7 +142,26 @@ class SliceWork:
                 x = x.to(piece.dtype)
             self.writer.put(piece.name, x, start)
             return size
-        rule = found.rule
+        job = self._job(piece, found.rule, x)
+        self._put(piece, start, job, self.quantize(*job))
+        return size
+
+    def convert_together(self, pieces: Sequence[tuple[Piece, torch.Tensor | None]]) -> int:
+        """`convert` of whole pieces with a rule, each with its edited tensor or None, by one call of `together`."""
+        assert self.together is not None
+        jobs = []
+        for piece, edited in pieces:
+            found = self.plan.rule_of(piece)
+            assert found is not None and found.rule is not None
+            jobs.append(self._job(piece, found.rule, self.read(piece, 0, piece.shape[0], edited)))
+        for (piece, _), job, q in zip(pieces, jobs, self.together(jobs), strict=True):
+            self._put(piece, 0, job, q)
+        return sum(
+            job[0].numel() * self.source.dtype(piece.source).itemsize
+            for (piece, _), job in zip(pieces, jobs, strict=True)
+        )
+
+    def _job(self, piece: Piece, rule: Rule, x: torch.Tensor) -> Job:
         x = x.float() if x.dtype == torch.float64 else x  # the arithmetic is float32's
         scale = None
         if isinstance(rule.granularity, PerTensor):
@@ -122,13 +170,15 @@ class SliceWork:
             amax = self._finite(tile_amax(x, rule.granularity), piece)
             if rule.method == "absmax" and not self._own_scales:
                 scale = scale_of(amax, rule.spec, rule.scale_format)
-        q = self.quantize(x, rule, scale, piece.module)
+        return x, rule, scale, piece.module
+
+    def _put(self, piece: Piece, start: int, job: Job, q: ScaledTensor) -> None:
+        x, rule, _, _ = job
         self.writer.put(piece.name, q.as_float8(), start)
         self._put_scale(piece, rule, q, start)
         if self.observe is not None:
             with self._lock:
                 self.observe(piece.module, start, x, q)
-        return size
 
     def _put_scale(self, piece: Piece, rule: Rule, q: ScaledTensor, start: int) -> None:
         name = schema.scale_name(piece.module, rule.granularity, self.plan.layout)

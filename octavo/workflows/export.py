@@ -216,13 +216,15 @@ def _convert(
     foresight: Foresight,
 ) -> ConversionSummary:
     moments = merge.moments if recipe.compensated else None
+    solve = Compensator(moments, config.device) if moments else None
     with progress("Exporting", source.nbytes, unit="bytes") as advance:
         return convert_checkpoint(
             source,
             work,
             recipe,
             layout=config.layout,
-            quantize=Compensator(moments, config.device) if moments else round_nearest,
+            quantize=solve or round_nearest,
+            together=solve.together if solve else None,
             calibrated=moments,
             slice_values=COMPENSATED_SLICE if moments else SLICE,
             edit=merge.edit if merge.pairs else None,

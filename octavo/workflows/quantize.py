@@ -154,6 +154,7 @@ def quantize_checkpoint(config: QuantizeConfig) -> QuantizeReport:
                     recipe,
                     layout=config.layout,
                     quantize=solve or round_nearest,
+                    together=solve.together if solve else None,
                     scales=scales,
                     kv_cache=config.kv_cache,
                     calibrated=moments,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from octavo.base.errors import CheckpointError, DataError
-from octavo.integrations import blocks
+from octavo.integrations import blocks, moments
 from octavo.integrations.blocks import BlockWalk, blocks_of
 from octavo.integrations.moments import fisher_moments, observe, watched_groups
 from octavo.modules.moments import fast_products
@@ -57,7 +57,10 @@ def moments_of(walk, weights=None, change=lambda name, weight: None, sequential=
     return found
 
 
-def test_the_whole_model_at_once_gives_the_same(model, monkeypatch):
+@pytest.mark.parametrize("weighed", [1, 2], ids=["all samples weighed", "every other one"])
+def test_the_whole_model_at_once_gives_the_same(model, monkeypatch, weighed):
+    monkeypatch.setattr(blocks, "WEIGHED", weighed)
+    monkeypatch.setattr(moments, "WEIGHED", weighed)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)  # BF16 rounds other shapes otherwise
     before = {name: p.clone() for name, p in model.named_parameters()}
     groups = watched_groups(model)
@@ -65,8 +68,8 @@ def test_the_whole_model_at_once_gives_the_same(model, monkeypatch):
     wanted = fisher_moments(model, groups, samples(), nothing)
     in_one_go = {}
     walk.fisher_moments(lambda _, seen: in_one_go.update(seen.matrices), nothing)
-    later = moments_of(walk, walk.token_weights(nothing))
-    for found in (in_one_go, later):
+    later = [moments_of(walk, walk.token_weights(nothing))] if weighed == 1 else []
+    for found in (in_one_go, *later):
         assert found.keys() == wanted.matrices.keys()
         for key, matrix in wanted.matrices.items():
             torch.testing.assert_close(found[key], matrix, rtol=1e-3, atol=1e-4 * float(matrix.diagonal().max()))

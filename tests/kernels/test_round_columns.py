@@ -7,7 +7,7 @@ from octavo.formats.granularity import PerBlock, PerRow
 from octavo.formats.rounding import compensated
 from octavo.formats.spec import E4M3, E5M2
 from octavo.ops.columns import KernelColumns, columns_for
-from tests.ops.test_columns import problem
+from tests.ops.test_stacked import problem
 
 pytestmark = pytest.mark.usefixtures("on_host")
 

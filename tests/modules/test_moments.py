@@ -184,6 +184,20 @@ def test_fisher_gradient_has_the_fishers_expectation():
     assert abs(logits.grad.square().sum(-1).mean() - (1 - p.square().sum())) < 0.01
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_tokens_are_drawn_as_often_as_the_model_says(dtype):
+    """A vocabulary that is no whole number of runs, and a likely token in each run but one."""
+    p = torch.rand(700, generator=torch.Generator().manual_seed(1)) * 1e-3
+    p[[0, 255, 511, 699]] = torch.tensor([0.1, 0.2, 0.05, 0.3])
+    p[512:600] = 0
+    logits = p.log().to(dtype).expand(20_000, -1).clone().requires_grad_(True)
+    fisher_backward(logits, torch.Generator().manual_seed(0))
+    drawn = (logits.grad < -0.5).float()
+    assert (drawn.sum(-1) == 1).all()
+    torch.testing.assert_close(drawn.mean(0), p / p.sum(), atol=0.01, rtol=0)
+    assert drawn[:, 512:600].sum() == 0
+
+
 class Experts(nn.Module):
     """Two experts as slices of one stack; `masked` multiplies every expert with every token, zeros for others'."""
 

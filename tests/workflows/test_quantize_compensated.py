@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 import octavo
 from octavo.base.errors import ConfigError, MismatchError
 from octavo.integrations.moments import moments_of
+from octavo.ops.rounding import Compensator
 from octavo.store.moments import Moments
 from octavo.store.schema import read_scaled
 from octavo.store.tensors import Checkpoint
@@ -71,6 +72,26 @@ def test_moments_of_calibrate_give_the_same_codes_each_time(tiny_llama, data, tm
     for name in a.names():
         assert torch.equal(a.get(name).view(torch.uint8), b.get(name).view(torch.uint8)), name
         assert torch.equal(a.get(name).view(torch.uint8), c.get(name).view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("scheme", ["channel", "block128"])
+def test_layers_side_by_side_get_the_codes_they_get_alone(tiny_llama_128, data, tmp_path, scheme, monkeypatch):
+    """Siblings and layers of one shape in one call, against every matrix in a call of its own."""
+    moments = tmp_path / "m"
+    moments_of(tiny_llama_128, str(data), moments, samples=8, context=64, weighting="none")
+    calls = []
+    original = Compensator.together
+    monkeypatch.setattr(Compensator, "together", lambda self, jobs: calls.append(len(jobs)) or original(self, jobs))
+    quantize_checkpoint(config(tiny_llama_128, tmp_path / "together", moments=moments, scheme=scheme))
+    assert max(calls) == 6, "q, k and v of both layers"
+    calls.clear()
+    monkeypatch.setattr("octavo.store.slices.TOGETHER", 0)
+    quantize_checkpoint(config(tiny_llama_128, tmp_path / "alone", moments=moments, scheme=scheme))
+    assert max(calls) == 1
+    together, alone = Checkpoint.open(tmp_path / "together"), Checkpoint.open(tmp_path / "alone")
+    for name in together.names():
+        a, b = (checkpoint.get(name).view(torch.uint8) for checkpoint in (together, alone))
+        assert (a != b).float().mean() <= 0.01, f"{name}: but for the order of float32 sums"
 
 
 @pytest.mark.parametrize("stacked", [False, True], ids=["one tensor per expert", "stacked on disk"])
