@@ -1,6 +1,6 @@
 """Do kernels add to what FP8 costs? A real model by every kernel, against the same codes in the reference backend.
 
-    python benchmarks/kernel_quality.py [--model demo] [--tokens 12288] [--out FILE]
+    python benchmarks/kernel_quality.py [--model demo] [--tokens 12288] [--only weights inputs cache] [--out FILE]
 
 KL (nats per token) and perplexity against the 16-bit weights in float32, windows of 512 tokens of the demo's evaluation
 text; everything in FP8 computes in BF16, as on a GPU it does. A line a variant, then JSON; exit code 1 where the KL of
@@ -137,22 +137,25 @@ def set_activation(model: nn.Module, activation: str, windows: torch.Tensor) -> 
         m.input_scale = FrozenParameter(largest[m].float().reshape(1) / 448) if activation == "static" else None
 
 
-def variants(lab: Lab) -> Iterator[tuple[str, str, PairedScore]]:
-    """(reference or kernel, what, score); what a kernel is compared with comes before it."""
-    model = lab.open("channel")
-    for activation in ("none", "static", "token"):
+def weights(lab: Lab, model: nn.Module) -> Iterator[tuple[str, str, PairedScore]]:
+    what = "channel"
+    with backend("reference"):
+        yield "reference", what, lab.by_windows(model)
+    for name, (tokens, ways) in WAYS.items():
+        with backend("auto", tokens, ways):
+            yield name, what, lab.by_windows(model)
+
+
+def inputs(lab: Lab, model: nn.Module) -> Iterator[tuple[str, str, PairedScore]]:
+    for activation in ("static", "token"):
         set_activation(model, activation, lab.windows[:2])
-        what = f"channel, activation {activation}"
-        with backend("reference"):
-            yield "reference", what, lab.by_windows(model)
-        if activation == "none":
-            for name, (tokens, ways) in WAYS.items():
-                with backend("auto", tokens, ways):
-                    yield name, what, lab.by_windows(model)
-        else:
-            with backend("auto"):
-                yield "native", what, lab.by_windows(model)
+        for name, kind in (("reference", "reference"), ("native", "auto")):
+            with backend(kind):
+                yield name, f"channel, activation {activation}", lab.by_windows(model)
     set_activation(model, "none", lab.windows)
+
+
+def cache(lab: Lab, model: nn.Module) -> Iterator[tuple[str, str, PairedScore]]:
     for kv_cache in ("16bit", "token-head", "tensor"):
         what = f"channel, KV cache {kv_cache}"
         with backend("reference"):
@@ -163,6 +166,10 @@ def variants(lab: Lab) -> Iterator[tuple[str, str, PairedScore]]:
             yield "steps of the decoder", what, lab.by_steps(model, kv_cache)
 
 
+# Name -> (reference or kernel, what, score); what a kernel is compared with comes before it.
+PARTS = {"weights": weights, "inputs": inputs, "cache": cache}
+
+
 def _written(model: nn.Module, window: torch.Tensor, writer: Float8KVWriter) -> torch.Tensor:
     return cached_logits(model, window, writer, queries=False)
 
@@ -170,13 +177,15 @@ def _written(model: nn.Module, window: torch.Tensor, writer: Float8KVWriter) -> 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
+    parser.add_argument("--only", nargs="*", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--tokens", type=int, default=12_288)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     lab, rows = Lab(resolve_model(args.model), args.tokens, args.device), []
     reference = 0.0
-    for name, what, score in variants(lab):
+    model = lab.open("channel")
+    for name, what, score in (row for part in args.only for row in PARTS[part](lab, model)):
         found = score.result()
         reference = found.kl.mean if name == "reference" else reference
         row = {"what": what, "by": name, "kl": found.kl.mean, "se": found.kl.se, "rise_percent": found.rise.mean}
