@@ -28,6 +28,9 @@ from octavo import E4M3, E5M2, FrozenFloat8Linear, PerBlock, PerGroup, PerRow, P
 from octavo.base.hardware import caps_of
 from octavo.formats.codec import decode, encode
 from octavo.formats.reference import dequantize_ref, quantize_ref
+from octavo.modules.divergence import PairedScore
+from octavo.modules.observers import InputStats
+from octavo.modules.static_scale import static_scale
 from octavo.ops import adapter_columns, adapter_gradients, fused, groups, native
 from octavo.ops.linear import linear
 from octavo.ops.lora import Projection, project
@@ -189,6 +192,23 @@ def module_moves_and_saves(device: str) -> str:
     with torch.autocast(torch.device(device).type, dtype=torch.bfloat16):
         assert layer.to(device)(torch.randn(2, 136, device=device)).dtype == torch.bfloat16
     return "to, half, float, deepcopy, state_dict, autocast"
+
+
+@check
+def what_calibrate_and_eval_count(device: str) -> str:
+    """Input scales, percentiles and divergences from statistics and logits on the device; tokens stay on the host."""
+    x, logits = torch.randn(300, 96), torch.randn(2, 60, 40)
+    here, there = (InputStats.of(x.to(place), 2) for place in ("cpu", device))
+    for stats in (here, there):
+        stats.merge(stats)
+    assert static_scale(here) == static_scale(there) and here.percentile(99.0) == there.percentile(99.0)
+    tokens, kl = torch.randint(40, (60,)), []
+    for place in ("cpu", device):
+        score = PairedScore()
+        score.add(*logits.to(place), tokens)
+        kl.append(score.result().kl.mean)
+    assert abs(kl[1] / kl[0] - 1) < 1e-5
+    return "static scale, percentile, KL"
 
 
 @check

@@ -214,7 +214,7 @@ def perplexity(model: nn.Module, windows: torch.Tensor, title: str) -> Perplexit
     with progress(title, len(windows)) as advance:
         for window in windows:
             found = logits(model, window)
-            nll.append(window_nll(found, window.to(found.device)))
+            nll.append(window_nll(found, window))
             advance(1)
     model.train(training)
     return Perplexity.of(nll)

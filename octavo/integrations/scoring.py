@@ -28,7 +28,7 @@ def score(
         for window in windows:
             theirs = reference(window)
             for name, candidate in candidates.items():
-                scores[name].add(theirs, candidate(window).to(theirs.device), window.to(theirs.device))
+                scores[name].add(theirs, candidate(window).to(theirs.device), window)
                 advance(1)
     return {name: found.result() for name, found in scores.items()}
 

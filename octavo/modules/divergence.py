@@ -96,7 +96,7 @@ class Divergence:
 def window_nll(logits: torch.Tensor, tokens: torch.Tensor, who: str = "the model") -> float:
     """Mean nll, nats, of tokens[1:] given logits[:-1]. logits [T, V] of any float dtype, tokens int64 [T]."""
     _check(logits, tokens, who)
-    total = 0.0
+    tokens, total = tokens.to(logits.device), 0.0
     for start in range(0, len(tokens) - 1, ROWS):
         stop = min(start + ROWS, len(tokens) - 1)
         logp = torch.log_softmax(logits[start:stop].float(), -1)
@@ -115,12 +115,13 @@ class PairedScore:
         self.flips: list[tuple[float, float]] = []
 
     def add(self, reference: torch.Tensor, candidate: torch.Tensor, tokens: torch.Tensor) -> None:
-        """One window: logits [T, V] of each model, any float dtype, and its tokens, int64 [T]."""
+        """One window: logits [T, V] of each model, any float dtype, and its tokens, int64 [T] on any device."""
         if reference.shape != candidate.shape:
             got = f"logits {list(reference.shape)} and {list(candidate.shape)}"
             raise MismatchError("the two models do not share a vocabulary", got=got, need="equal shapes")
         for logits, who in ((reference, "the reference"), (candidate, "the candidate")):
             _check(logits, tokens, who)
+        tokens = tokens.to(reference.device)
         kl, same, nll, lost, gained = [], [], torch.zeros(2, dtype=torch.float64), 0, 0
         for start in range(0, len(tokens), ROWS):
             rows, following = slice(start, start + ROWS), tokens[start + 1 : start + ROWS + 1, None]

@@ -30,14 +30,16 @@ def static_scale(stats: InputStats, method: str = "mse", spec: FloatSpec = E4M3)
     start = scale_of(torch.tensor(stats.amax), spec)
     if method == "amax" or not stats.amax:
         return float(start)
-    noise = [relative_noise(stats.energy, float(start) * factor, spec) for factor in CANDIDATES]
+    energy = stats.energy.cpu()  # a few thousand bins, hundreds of operations
+    noise = [relative_noise(energy, float(start) * factor, spec) for factor in CANDIDATES]
     best = min(range(len(noise)), key=noise.__getitem__)  # the first of equals: amax
     return float(start * CANDIDATES[best])
 
 
 def relative_noise(energy: torch.Tensor, scale: float, spec: FloatSpec = E4M3) -> float:
     """Noise over signal when inputs are rounded with this scale. energy: float64 [BINS], see InputStats."""
-    edges = torch.tensor([0.0, *(bin_edge(index) for index in range(BINS))], dtype=torch.float64)
+    bins = [0.0, *(bin_edge(index) for index in range(BINS))]
+    edges = torch.tensor(bins, dtype=torch.float64, device=energy.device)
     used = energy > 0
     low, width = edges[:-1][used], edges.diff()[used]
     noise = torch.zeros_like(low)

@@ -21,7 +21,9 @@ def test_on_the_gpu(check):
     assert check("cuda")
 
 
-@pytest.mark.parametrize("name", ["every_bfloat16_and_every_code", "module_moves_and_saves"])
+@pytest.mark.parametrize(
+    "name", ["every_bfloat16_and_every_code", "module_moves_and_saves", "what_calibrate_and_eval_count"]
+)
 def test_the_script_itself(name):
     assert getattr(gpu_check, name)("cpu")
 
