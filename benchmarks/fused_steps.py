@@ -11,7 +11,6 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -77,13 +76,9 @@ def row_kernels(show: Callable[..., None], m: int) -> None:
     show("norm + quantize", norm, nbytes=3 * x.numel())
     rstd = norm()[1]
     show("norm backward", lambda: fused.norm_backward(x, x, weight, rstd), nbytes=6 * x.numel())
-    usual = native.group_block
-    for rows in (4, 8, 2):
-        native.group_block = lambda k, rows=rows: replace(usual(k), rows=rows)
-        by_columns = lambda: native._quantize(x, GROUP, scale_by_columns=True)  # noqa: E731
-        show(f"group128 quantize 4096, {rows} rows", lambda: native._quantize(x, GROUP), nbytes=3 * x.numel())
-        show(f"the same, scales by columns, {rows} rows", by_columns, nbytes=3 * x.numel())
-    native.group_block = usual
+    show("group128 quantize 4096", lambda: native._quantize(x, GROUP), nbytes=3 * x.numel())
+    by_columns = lambda: native._quantize(x, GROUP, scale_by_columns=True)  # noqa: E731
+    show("group128 quantize 4096, scales by columns", by_columns, nbytes=3 * x.numel())
     show("gated forward", lambda: fused.gated(wide, other, "silu"), nbytes=7 * wide.numel())
     h, gate, up = fused.gated(wide, other, "silu")
     show(

@@ -19,7 +19,7 @@ from octavo.ops import fused
 from octavo.ops.adapter_columns import master
 
 MOST_RANKS = 48  # whose sums a block of over_tokens.cu holds in registers
-AT_ONCE = {1: 3, 2: 2, 3: 2}  # blocks of it that a multiprocessor takes, by sixteens of ranks
+AT_ONCE = {1: 4, 2: 3, 3: 2}  # blocks of it that a multiprocessor takes, by sixteens of ranks
 MOST_COLUMNS = 32  # ranks that low_gradients.cu takes
 STRIP, TOKENS = 512, 16  # columns of one of its blocks, tokens of a stage
 

@@ -12,7 +12,6 @@
 #define THREADS 128  // one for each token of a stage
 #define SETS (GROUPED ? 2 : 1)  // of scales that a block needs
 #define STAGE 128  // tokens of low in shared memory
-#define DEPTH 4  // sixteens of tokens on their way
 #define PITCH (STAGE + 16)  // 8 words past a multiple of 32: the rows of a half-warp are in different banks
 
 DEVICE float float_of(u16 bits) { return X_BF16 ? float_of_bits(u32(bits) << 16) : float_of_fp16(bits); }
@@ -64,7 +63,7 @@ NAME(const u8* codes, const float* scale, const u16* low, float* sums, i64 M, in
         return Words{{v.x, v.y}};
     };
     float sum[RANKS][8][4] = {};
-    Eight ahead[2 * RANKS];  // what the next stage needs is on its way
+    Eight ahead[2 * RANKS];  // what the next stage and the next sixteen tokens need is on its way
     float unit[SETS];
     const auto fetch = [&](i64 token) {
 #pragma unroll
@@ -75,14 +74,13 @@ NAME(const u8* codes, const float* scale, const u16* low, float* sums, i64 M, in
             unit[s] = there ? scale[GROUPED ? (i64(blockIdx.x) * 2 + s) * group_stride + token : token] : 0.0f;
         }
     };
-    Words next[DEPTH][4];
-    const auto advance = [&](Words (&to)[4], i64 token) {
+    Words next[4];
+    const auto advance = [&](i64 token) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) to[i] = load(token + 4 * t + i);
+        for (int i = 0; i < 4; ++i) next[i] = load(token + 4 * t + i);
     };
     fetch(first + threadIdx.x);
-#pragma unroll
-    for (int d = 0; d < DEPTH; ++d) advance(next[d], first + 16 * d);
+    advance(first);
     for (i64 begin = first; begin < end; begin += STAGE) {
         __syncthreads();
 #pragma unroll
@@ -92,12 +90,12 @@ NAME(const u8* codes, const float* scale, const u16* low, float* sums, i64 M, in
                 turned[s][j][threadIdx.x] = bf16_of_float(float_of(ahead[j / 8].at[j % 8]) * unit[s]);
         __syncthreads();
         fetch(begin + STAGE + threadIdx.x);
-#pragma unroll DEPTH
+#pragma unroll 2
         for (int group = 0; group < STAGE; group += 16) {
             Words row[4];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) row[i] = next[group / 16 % DEPTH][i];
-            advance(next[group / 16 % DEPTH], begin + group + 16 * DEPTH);
+            for (int i = 0; i < 4; ++i) row[i] = next[i];
+            advance(begin + group + 16);
             u32 b[8][2];
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
