@@ -58,13 +58,11 @@ BEST = 3  # of each kind of plan, in the table of a sweep
 
 
 def few_token_plans(m: int, n: int, k: int) -> list[Plan]:
-    """Tiles of w8a16_ring.cu that fit, with codes fetched before the kernel before has ended; two terms."""
+    """Tiles of w8a16_ring.cu that fit; two terms."""
     found: list[Plan] = term_blocks(m, n, k) if m > 1 else []
     shapes = [(1, 1, 8), (1, 1, 16), (1, 2, 4), (1, 2, 8), (2, 1, 8), (2, 1, 16)]
-    for (tiles, warps_n, warps_k), depth, staged, ahead, lines in itertools.product(
-        shapes, (3, 4, 5, 6), (0, 1), (1, 2, 3), (128, 256)
-    ):
-        ring = Ring(tiles, -(-m // 8), warps_n, warps_k, depth, staged, ahead=ahead * (depth - 1), line=lines)
+    for (tiles, warps_n, warps_k), depth, staged in itertools.product(shapes, (2, 3, 4, 5, 6), (0, 1)):
+        ring = Ring(tiles, -(-m // 8), warps_n, warps_k, depth, staged)
         if ring.dynamic_bytes(m, k) <= SHARED_BYTES:
             found.append(ring)
     return found
@@ -74,22 +72,18 @@ def term_blocks(m: int, n: int, k: int) -> list[Plan]:
     """The tile that plans.py takes, and its neighbours."""
     best = term_block(m, n, k, Operands(), Gpu((9, 0), loader.limits(torch.device("cuda"))[0], SHARED_BYTES))
     tiles = [(224, 64, 4), (224, 64, 5), (128, 64, 6), (224, 128, 3), (128, 128, 4)]
-    found = {
-        TermBlock(*tile, short, splits, lines)
-        for tile, short, splits, lines in itertools.product(tiles, (4, 8), {1, best.splits}, (128, 256))
-    }
-    return [block for block in found if block.dynamic_bytes(m, k) <= SHARED_BYTES]
+    pairs = itertools.product(tiles, {1, best.splits})
+    return [best, *(TermBlock(*tile, splits=splits) for tile, splits in pairs)]
 
 
 def many_token_plans(m: int, n: int, k: int) -> list[Plan]:
     """Tiles of w8a16_tile.cu with parts of K for one or two waves of blocks; two terms; the decoded weight."""
     found: list[Plan] = [Terms(), Panels(1 << 31)]
-    found += [Panels(size, lanes) for size in (2048, 4096, 8192) for lanes in (1, 2) if size < n]
+    found += [Panels(size) for size in (2048, 8192) if size < n]
     found += term_blocks(m, n, k) if m <= 1024 else []
-    shapes = [(2, 4, 4, 1), (2, 8, 4, 1), (2, 8, 7, 1), (2, 8, 8, 1), (1, 8, 8, 1), (2, 16, 4, 1), (2, 16, 7, 1)]
-    shapes += [(2, 16, 8, 1), (4, 8, 2, 2), (4, 8, 4, 2), (4, 8, 2, 4), (2, 8, 4, 2), (2, 8, 4, 4)]
-    for (tiles_n, tiles_m, warps_n, warps_m), depth in itertools.product(shapes if m <= 512 else [], (2, 3, 4)):
-        block = Block(tiles_n, tiles_m, warps_n, depth, warps_m=warps_m)
+    shapes = [(2, 4, 4), (2, 8, 4), (2, 8, 7), (2, 8, 8), (1, 8, 8), (2, 16, 4), (2, 16, 7)]
+    for (tiles_n, tiles_m, warps), depth in itertools.product(shapes if m <= 512 else [], (3, 4)):
+        block = Block(tiles_n, tiles_m, warps, depth)
         blocks = math.prod(block.grid(m, n))
         room = max(1, SHARED_BYTES // block.dynamic_bytes(m, k)) * loader.limits(torch.device("cuda"))[0]
         splits = {1, max(1, room // blocks), max(1, 2 * room // blocks)}
@@ -239,9 +233,7 @@ def run_dx(
     exact = grad.double() @ dequantize_ref(weights[0]).double()
     found = []
     for plan in (
-        [Panels(1 << 31), *(Panels(size, lanes) for size in (1024, 2048, 4096) for lanes in (1, 2) if size < k)]
-        if sweep
-        else [plan_dx(m, k, Tokens())]
+        [Panels(1 << 31), *(Panels(size) for size in (1024, 2048) if size < k)] if sweep else [plan_dx(m, k, Tokens())]
     ):
         db = sqnr_db(w8a16.product_dx(grad, weights[0], plan), exact)
         took = milliseconds(lambda q, plan=plan: w8a16.product_dx(grad, q, plan), weights)

@@ -23,7 +23,7 @@ from octavo.base.env import env
 from octavo.base.hardware import caps_of
 from octavo.formats.reference import dequantize_ref
 from octavo.kernels.cuda import loader
-from octavo.kernels.plans import Block, Operands, Panels, Plan, Ring, TermBlock, Terms, takes_term_blocks, takes_terms
+from octavo.kernels.plans import Block, Operands, Panels, Plan, Ring, TermBlock, Terms, takes_terms
 from octavo.ops import w8a16
 from octavo.ops.backends import gpu_of
 from octavo.testing import FLOOR_DB, assert_sqnr
@@ -34,7 +34,7 @@ MANY_TOKENS = [
     Block(2, 4, 7, 3),
     Block(2, 8, 8, 3, splits=3),
     Block(2, 16, 4, 2),
-    Block(4, 8, 2, 2, warps_m=4),
+    Block(4, 8, 4, 2),
     Panels(256),
 ]
 
@@ -48,7 +48,7 @@ def plans(m: int, dtype: torch.dtype, q: octavo.ScaledTensor) -> list[Plan]:
         registers = isinstance(plan, Block) and plan.tiles_n * plan.tiles_m <= (16 if block else 32)
         if registers or (isinstance(plan, Panels) and e4m3):
             found.append(plan)
-    if takes_term_blocks(k, operands, gpu):
+    if operands.bf16 and e4m3 and gpu.sm == (9, 0):
         found += [TermBlock(128, 128, 4, 1), TermBlock(128, short=1, splits=2)]
         found += [] if block else [TermBlock(), TermBlock(224, 128, 3, 8)]
     return found + ([Terms()] if takes_terms(n, k, operands, gpu) else [])

@@ -46,7 +46,7 @@ class Operands:
 @dataclass(frozen=True)
 class Tokens:
     """Up to how many tokens the ring, two terms in our kernel, two terms in torch's (where they are possible) and tiles
-    are taken.
+    are taken; the ring up to 16 where two terms in our kernel are not.
 
     long: tokens from which the weight is decoded `panel` rows at a time; for dX `panel` columns, if there are over
     twice as many.
@@ -76,15 +76,13 @@ class Ring:
     staged: int = 1
     blocks: int = 1
     overlap: int = 1
-    ahead: int = 4
-    line: int = 128
 
     source = "w8a16_ring.cu"
     why = "one pass over the codes, copied ahead through shared memory (w8a16_ring.cu)"
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
-        names = "tiles_n", "tiles_m", "warps_n", "warps_k", "depth", "ahead", "line", "staged"
+        names = "tiles_n", "tiles_m", "warps_n", "warps_k", "depth", "staged"
         return _defines(self, *names)
 
     @property
@@ -115,42 +113,40 @@ class Ring:
 
 @dataclass(frozen=True)
 class Block:
-    """A block of w8a16_tile.cu: warps_n x warps_m warps with 16 * tiles_n rows of W and 8 * tiles_m tokens each.
+    """A block of w8a16_tile.cu: `warps` times 16 * tiles_n rows of W, 8 * tiles_m tokens, steps of 64 codes in a ring.
 
-    depth: steps of 64 codes a row in its ring. splits: parts of K that blocks of their own take.
+    splits: parts of K that blocks of their own take.
     """
 
     tiles_n: int
     tiles_m: int
-    warps_n: int
+    warps: int
     depth: int
     splits: int = 1
-    warps_m: int = 1
 
     source = "w8a16_tile.cu"
     why = "codes decoded into tensor core operands, once for up to 64 tokens (w8a16_tile.cu)"
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
-        names = "tiles_n", "tiles_m", "warps_n", "warps_m", "depth"
-        return *_defines(self, *names), ("SPLIT", int(self.splits > 1))
+        return *_defines(self, "tiles_n", "tiles_m", "warps", "depth"), ("SPLIT", int(self.splits > 1))
 
     @property
     def rows(self) -> int:
-        return 16 * self.tiles_n * self.warps_n
+        return 16 * self.tiles_n * self.warps
 
     @property
     def tokens(self) -> int:
-        return 8 * self.tiles_m * self.warps_m
+        return 8 * self.tiles_m
 
     @property
     def threads(self) -> int:
-        return 32 * self.warps_n * self.warps_m
+        return 32 * self.warps
 
     def dynamic_bytes(self, m: int, k: int) -> int:
-        """The ring; at the end 32 tokens of a warp's sums in float32."""
-        ring = self.depth * (self.warps_n * self.tiles_n * 1024 + self.tokens * 144)
-        return max(ring, 32 * self.warps_m * (self.rows + 4) * 4)
+        """The ring; at the end 32 tokens of sums in float32."""
+        ring = self.depth * (self.warps * self.tiles_n * 1024 + self.tokens * 144)
+        return max(ring, 32 * (self.rows + 4) * 4)
 
     def grid(self, m: int, n: int) -> tuple[int, int, int]:
         return -(-n // self.rows), -(-m // self.tokens), self.splits
@@ -158,13 +154,9 @@ class Block:
 
 @dataclass(frozen=True)
 class Panels:
-    """The weight decoded to 16 bit, so many rows (for dX columns) at a time, and torch's product.
-
-    lanes: panels at once, on streams of their own: one is decoded while another is multiplied.
-    """
+    """The weight decoded to 16 bit, so many rows (for dX columns) at a time, and torch's product."""
 
     size: int
-    lanes: int = 1
     why: ClassVar[str] = "the weight decoded to 16 bit for one product of cuBLAS (dequantize.cu)"
 
 
@@ -184,10 +176,9 @@ class TermBlock:
 
     columns: int = 224
     tokens: int = 64
-    depth: int = 5
+    depth: int = 4
     short: int = 4
     splits: int = 1
-    line: int = 128
 
     source = "w8a16_terms.cu"
     why = "inputs as two E4M3 terms, both through FP8 tensor cores with one look at the codes (w8a16_terms.cu)"
@@ -195,7 +186,7 @@ class TermBlock:
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
-        return *_defines(self, "columns", "tokens", "depth", "short", "line"), ("SPLIT", int(self.splits > 1))
+        return *_defines(self, "columns", "tokens", "depth", "short"), ("SPLIT", int(self.splits > 1))
 
     def dynamic_bytes(self, m: int, k: int) -> int:
         """The ring; at the end the sums in float32."""
@@ -216,14 +207,16 @@ def gpu_named(sm: tuple[int, int]) -> Gpu:
 def plan_product(m: int, n: int, k: int, operands: Operands, gpu: Gpu, tokens: Tokens) -> Plan:
     """For m >= 1 tokens and a weight [n, k]."""
     if k % 16 == 0 and m <= min(tokens.ring, MAX_TOKENS):
-        return few_tokens(m, k, gpu)
-    if m <= tokens.term_blocks and takes_term_blocks(k, operands, gpu):
+        return few_tokens(m, n, k, gpu)
+    if m <= tokens.term_blocks and takes_term_blocks(m, n, k, operands, gpu):
         return term_block(m, n, k, operands, gpu)
+    if k % 16 == 0 and m <= MAX_TOKENS:
+        return few_tokens(m, n, k, gpu)
     if m <= tokens.terms and takes_terms(n, k, operands, gpu):
         return Terms()
     if k % 16 == 0 and m <= tokens.tile:
         return some_tokens(m, n, k, gpu)
-    return Panels(tokens.panel if m >= tokens.long else n)
+    return Panels(tokens.panel if m >= tokens.long and n > 2 * tokens.panel else n)
 
 
 def plan_dx(m: int, k: int, tokens: Tokens) -> Panels:
@@ -231,17 +224,16 @@ def plan_dx(m: int, k: int, tokens: Tokens) -> Panels:
     return Panels(tokens.panel if m >= tokens.long and k > 2 * tokens.panel else k)
 
 
-def few_tokens(m: int, k: int, gpu: Gpu) -> Ring:
-    """The first that fits the shared memory: with x in it, with fewer chunks ahead, with x from the L1 cache.
+def few_tokens(m: int, n: int, k: int, gpu: Gpu) -> Ring:
+    """The first that fits the shared memory: with x in it, unless it is much for the rows a block has, or from L1.
 
-    There more than 8 tokens take twice the rows, which read x half as often.
+    With more than 8 tokens from L1 a warp takes twice the rows, which read x half as often.
     """
-    groups = -(-m // 8)
-    rings = [Ring(1, groups, 1, warps, depth) for warps in (16, 8) for depth in (4, 3, 2)]
-    rings += [
-        Ring(n, groups, 1, warps, depth, staged=0) for n in (groups, 1) for warps in (16, 8) for depth in (4, 3, 2)
-    ]
-    return next(ring for ring in rings if ring.dynamic_bytes(m, k) <= gpu.shared)
+    groups, much = -(-m // 8), 2 * m * k > 1 << 16 and n < 64 * gpu.multiprocessors
+    rings = [Ring(1, groups, 2, 8, depth) for depth in (3, 2)] if groups == 1 else [Ring(1, groups, 1, 8, 4)]
+    rings += [Ring(1, groups, 1, 8, depth) for depth in (3, 2)]
+    from_l1 = [Ring(tiles, groups, 2 if groups == 1 else 1, 8, depth, 0) for tiles in (groups, 1) for depth in (3, 2)]
+    return next(ring for ring in [*([] if much else rings), *from_l1] if ring.dynamic_bytes(m, k) <= gpu.shared)
 
 
 def some_tokens(m: int, n: int, k: int, gpu: Gpu) -> Block:
@@ -254,19 +246,29 @@ def some_tokens(m: int, n: int, k: int, gpu: Gpu) -> Block:
 
 def term_block(m: int, n: int, k: int, operands: Operands, gpu: Gpu) -> TermBlock:
     """The quickest by what an H200 can: us of a step by memory, L2 cache and tensor cores, of a wave, of the sums."""
+    if m > 64:
+        return TermBlock(224, 128, 3)
     steps, found = -(-k // 128), []
     for columns, splits in product((128,) if operands.scales == 2 else (224, 128), range(1, min(16, steps) + 1)):
-        block = TermBlock(columns, short=1 if operands.scales == 2 else 4, splits=splits)
+        block = TermBlock(columns, 64, 4 if columns == 224 else 6, 1 if operands.scales == 2 else 4, splits)
         waves = -(-prod(block.grid(m, n)) // gpu.multiprocessors)
-        step = max(columns * 128 / 31800, (columns + 2 * min(m, 64)) * 128 / 41700, columns * 0.53 / 224)
+        step = max(columns * 128 / 31800, (columns + 2 * m) * 128 / 41700, columns * 0.53 / 224)
         sums = 1.5 + (4 * splits + 2) * m * n / 4e6 if splits > 1 else 0.0
         found.append((waves * (-(-steps // splits) * step + 2.0) + sums, splits, block))
     return min(found, key=lambda entry: entry[:2])[2]
 
 
-def takes_term_blocks(k: int, operands: Operands, gpu: Gpu) -> bool:
-    """Whether w8a16_terms.cu takes the weight, and x is BF16, whose two terms are exact."""
-    return operands.bf16 and operands.e4m3 and k % 16 == 0 and k <= MAX_TOKEN_WIDTH and gpu.sm == (9, 0)
+def takes_term_blocks(m: int, n: int, k: int, operands: Operands, gpu: Gpu) -> bool:
+    """Whether w8a16_terms.cu takes the weight and x is BF16, whose two terms are exact; and is quicker than others.
+
+    It is not for up to 16 tokens where two launches more cost more than they save, nor for more than 64 where its
+    blocks leave multiprocessors idle.
+    """
+    can = operands.bf16 and operands.e4m3 and k % 16 == 0 and k <= MAX_TOKEN_WIDTH and gpu.sm == (9, 0)
+    if m <= 64:
+        return can and (m > MAX_TOKENS or n * k >= 1 << 25)
+    blocks = prod(TermBlock(224, 128, 3).grid(m, n))
+    return can and operands.scales < 2 and blocks >= 0.9 * -(-blocks // gpu.multiprocessors) * gpu.multiprocessors
 
 
 def takes_terms(n: int, k: int, operands: Operands, gpu: Gpu) -> bool:

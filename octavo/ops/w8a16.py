@@ -7,8 +7,6 @@ a 16-bit matrix that lives for one product.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 
 import numpy as np
@@ -93,14 +91,12 @@ def product_dx(grad: torch.Tensor, w: ScaledTensor, plan: Panels) -> torch.Tenso
     if plan.size >= k:
         return grad @ dequantize(w, grad.dtype)
     y = grad.new_empty(grad.shape[0], k)
-    wide = torch.empty((plan.lanes, n * plan.size), dtype=grad.dtype, device=grad.device)
-    with _lanes(plan.lanes, grad.device) as lanes:
-        for i, begin in enumerate(range(0, k, plan.size)):
-            end = min(k, begin + plan.size)
-            with lanes[i % plan.lanes]:
-                panel = wide[i % plan.lanes, : n * (end - begin)].view(n, end - begin)
-                _decode(w, panel, slice(0, n), slice(begin, end))
-                torch.mm(grad, panel, out=y[:, begin:end])
+    wide = torch.empty(n * plan.size, dtype=grad.dtype, device=grad.device)
+    for begin in range(0, k, plan.size):
+        end = min(k, begin + plan.size)
+        panel = wide[: n * (end - begin)].view(n, end - begin)
+        _decode(w, panel, slice(0, n), slice(begin, end))
+        torch.mm(grad, panel, out=y[:, begin:end])
     return y
 
 
@@ -121,37 +117,16 @@ def _in_panels(x: torch.Tensor, w: ScaledTensor, bias: torch.Tensor | None, plan
         wide = dequantize(w, x.dtype)
         return torch.addmm(bias, x, wide.mT) if bias is not None else x @ wide.mT
     y = x.new_empty(x.shape[0], n)
-    wide = torch.empty(plan.lanes, plan.size, k, dtype=x.dtype, device=x.device)
-    with _lanes(plan.lanes, x.device) as lanes:
-        for i, begin in enumerate(range(0, n, plan.size)):
-            end = min(n, begin + plan.size)
-            panel, out = wide[i % plan.lanes, : end - begin], y[:, begin:end]
-            with lanes[i % plan.lanes]:
-                _decode(w, panel, slice(begin, end), slice(0, k))
-                if bias is None:
-                    torch.mm(x, panel.mT, out=out)
-                else:
-                    torch.addmm(bias[begin:end], x, panel.mT, out=out)
+    wide = torch.empty(plan.size, k, dtype=x.dtype, device=x.device)
+    for begin in range(0, n, plan.size):
+        end = min(n, begin + plan.size)
+        panel, out = wide[: end - begin], y[:, begin:end]
+        _decode(w, panel, slice(begin, end), slice(0, k))
+        if bias is None:
+            torch.mm(x, panel.mT, out=out)
+        else:
+            torch.addmm(bias[begin:end], x, panel.mT, out=out)
     return y
-
-
-@contextmanager
-def _lanes(count: int, device: torch.device) -> Iterator[list[AbstractContextManager[object]]]:
-    """Contexts on streams of their own, the first the current one; it goes on when all are done."""
-    if count == 1 or device.type != "cuda":
-        yield [nullcontext()] * count
-        return
-    current, others = torch.cuda.current_stream(device), _side_streams(device, count - 1)
-    for other in others:
-        other.wait_stream(current)
-    yield [nullcontext(), *map(torch.cuda.stream, others)]
-    for other in others:
-        current.wait_stream(other)
-
-
-@lru_cache(maxsize=16)
-def _side_streams(device: torch.device, count: int) -> list[torch.cuda.Stream]:
-    return [torch.cuda.Stream(device) for _ in range(count)]  # type: ignore[no-untyped-call]
 
 
 def _in_two_terms(x: torch.Tensor, w: ScaledTensor, bias: torch.Tensor | None) -> torch.Tensor:

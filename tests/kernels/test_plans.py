@@ -68,8 +68,18 @@ def test_two_terms_in_one_kernel():
             groups, rows, splits = plan.grid(64, n)
             assert groups == 1 and rows * plan.columns >= n and splits <= -(-k // 128)
     assert plan_product(64, 4096, 14336, Operands(), hopper, tokens).splits > 1
-    assert plan_product(257, 4096, 4096, Operands(), hopper, tokens) == Terms()
+    assert plan_product(256, 28672, 4096, Operands(), hopper, tokens) == TermBlock(224, 128, 3)
+    assert plan_product(256, 4096, 4096, Operands(), hopper, tokens) == Terms()  # too few blocks
+    assert plan_product(257, 28672, 4096, Operands(), hopper, tokens) == Terms()
     assert plan_product(64, 4096, 4096, Operands(), gpu_named((10, 0)), tokens) == Terms()
+
+
+def test_few_tokens_of_a_wide_weight_take_the_ring_or_two_terms():
+    tokens, hopper = Tokens(ring=8, term_blocks=256), gpu_named((9, 0))
+    assert isinstance(plan_product(8, 28672, 4096, Operands(), hopper, tokens), Ring)
+    assert isinstance(plan_product(9, 28672, 4096, Operands(), hopper, tokens), TermBlock)
+    assert isinstance(plan_product(9, 4096, 4096, Operands(), hopper, tokens), Ring)  # two launches more cost more
+    assert isinstance(plan_product(9, 28672, 4096, Operands(bf16=False), hopper, tokens), Ring)
 
 
 def test_decoded_weights():

@@ -41,11 +41,8 @@ DEVICE void copy_later(uint2* to, const void* from) {
 }
 
 // 16 bytes, or zeros unless `inside`; then nothing is read.
-#ifndef LINE
-#define LINE 128
-#endif
 DEVICE void copy_later(void* to, const void* from, bool inside) {
-    asm volatile("cp.async.cg.shared.global.L2::" TEXT(LINE) "B [%0], [%1], 16, %2;" ::"r"(u32(__cvta_generic_to_shared(to))),
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(u32(__cvta_generic_to_shared(to))),
                  "l"(from), "r"(inside ? 16 : 0));
 }
 

@@ -11,7 +11,7 @@
 // Up to 8 tokens cost what one costs.
 //
 // Compiled per variant with: NAME, X_BF16, E5M2, SCALES (0 tensor, 1 row, 2 block 128 x 128), TILES_N, TILES_M,
-// WARPS_N, WARPS_K, DEPTH, AHEAD (chunks a warp), STAGED. Needs K % 16 == 0 and rows of x on 16-byte boundaries; dynamic shared memory as
+// WARPS_N, WARPS_K, DEPTH, STAGED. Needs K % 16 == 0 and rows of x on 16-byte boundaries; dynamic shared memory as
 // kernels/tiling.py says.
 #define MMA_BF16 (X_BF16 && !STAGED)
 #include "w8a16.cuh"
@@ -81,11 +81,6 @@ struct Source {
     int N, K, chunks, tiles, tile, chunk;
 };
 
-DEVICE void advance(Source& from, int first_chunk) {
-    from.chunk += WARPS_K;
-    if (from.chunk >= from.chunks) from.chunk = first_chunk, from.tile += gridDim.x;
-}
-
 // The 16-byte pieces of a row of 128 in shared memory, so that what a warp reads at once lies in different banks.
 DEVICE u8* piece_of(u8* slot, int row, int piece) { return slot + row * CHUNK + ((piece ^ (row % 2 * 4)) << 4); }
 
@@ -99,18 +94,17 @@ DEVICE void copy_chunk(u8* slot, Source& from, int row_in_tile, int first_chunk,
             const u8* at = from.codes + i64(row < from.N ? row : from.N - 1) * from.K;
             copy_later(piece_of(slot, row_of_slot, lane % 8), k < from.K ? at + k : at, k < from.K);
         }
-        advance(from, first_chunk);
-        if (from.tile >= from.tiles) start_of_next_kernel();  // its first codes come while the last ones here are summed
+        from.chunk += WARPS_K;
+        if (from.chunk >= from.chunks) from.chunk = first_chunk, from.tile += gridDim.x;
     }
     end_of_copies();
 }
 
-// A chunk into the L2 cache, a lane every 128 bytes of a row.
-DEVICE void prefetch_chunk(Source& from, int row_in_tile, int first_chunk, int lane) {
+// A chunk of the block's first tile into the L2 cache, a lane every 128 bytes of a row.
+DEVICE void prefetch_chunk(const Source& from, int row_in_tile, int chunk, int lane) {
     const int row = from.tile * ROWS + row_in_tile + lane;
-    if (from.tile >= from.tiles) return;
-    if (lane < 16 * TILES_N && row < from.N) prefetch(from.codes + i64(row) * from.K + from.chunk * CHUNK);
-    advance(from, first_chunk);
+    if (lane < 16 * TILES_N && row < from.N && chunk < from.chunks)
+        prefetch(from.codes + i64(row) * from.K + chunk * CHUNK);
 }
 
 KERNEL(THREADS, 1)
@@ -132,9 +126,9 @@ NAME(const u8* codes, const float* scale, const u16* x, const u16* bias, u16* y,
     Source from = {codes, N, K, chunks, warp_k < chunks ? tiles : 0, int(blockIdx.x), warp_k};
     const int row_in_tile = warp_n * 16 * TILES_N;
     // While the kernel before runs, the L2 cache fetches the first codes; what it writes is not touched.
-    Source early = from;
-    for (int d = 0; d < AHEAD; ++d) prefetch_chunk(early, row_in_tile, warp_k, lane);
-    end_of_previous_kernel();
+#pragma unroll
+    for (int d = 0; d < DEPTH - 1; ++d) prefetch_chunk(from, row_in_tile, warp_k + d * WARPS_K, lane);
+    wait_for_previous_kernel();
 #if STAGED
     copy_tokens(staged, x, M, K, chunks * CHUNK, pitch, x_stride);
 #endif

@@ -1,26 +1,24 @@
 // y = x W^T for 17 to some hundred tokens: x 16 bit [M, K], W FP8 codes [N, K] as files hold them, y 16 bit [M, N].
 //
-// A block takes ROWS rows of W and TOKENS tokens, and with SPLIT one of gridDim.z parts of K. Of its WARPS_N x WARPS_M
-// warps each has 16 * TILES_N rows and 8 * TILES_M tokens. Codes go from a ring in shared memory straight into mma
-// operands, decoded by each of the WARPS_M warps that share the rows; x passes through a ring that all warps read. With SPLIT the float32 sums go to `parts` [gridDim.z, M, N]
+// A block takes ROWS rows of W and TOKENS tokens, and with SPLIT one of gridDim.z parts of K. Each warp has 16 * TILES_N
+// rows of its own, whose codes go from a ring that only it reads straight into mma operands; decoded once for all tokens
+// of the block. x passes through a ring that all warps read. With SPLIT the float32 sums go to `parts` [gridDim.z, M, N]
 // for w8a16_sum.cu, which adds them in a fixed order: no atomics, no locks, the same bits every time.
 //
 // Compiled per variant with: NAME, X_BF16, E5M2, SCALES (0 tensor, 1 row, 2 block 128 x 128), TILES_N, TILES_M (a multiple
-// of 4), WARPS_N, WARPS_M (which divides 2 * TILES_N), DEPTH, SPLIT. Needs K % 16 == 0 and rows of x on 16-byte boundaries.
+// of 4), WARPS, DEPTH, SPLIT. Needs K % 16 == 0 and rows of x on 16-byte boundaries.
 #define MMA_BF16 X_BF16
 #include "w8a16.cuh"
 
-#define THREADS (32 * WARPS_N * WARPS_M)
+#define THREADS (32 * WARPS)
 #define WARP_ROWS (16 * TILES_N)
-#define ROWS (WARP_ROWS * WARPS_N)
-#define WARP_TOKENS (8 * TILES_M)
-#define TOKENS (WARP_TOKENS * WARPS_M)
+#define ROWS (WARP_ROWS * WARPS)
+#define TOKENS (8 * TILES_M)
 #define STEP 64
 #define X_PITCH (STEP * 2 + 16)  // bytes; 16 past a multiple of 128, so that rows of x begin in different banks
 #define X_SLOT (TOKENS * X_PITCH)
 #define W_SLOT (TILES_N * 2 * 32 * 16)
-#define SLOT (WARPS_N * W_SLOT + X_SLOT)
-#define SHARE (2 * TILES_N / WARPS_M)  // of a warp's rows, by eights, that it copies itself
+#define SLOT (WARPS * W_SLOT + X_SLOT)
 #define PITCH (ROWS + 4)
 #define GROUP (TILES_M < 8 ? TILES_M : 8)
 
@@ -29,32 +27,38 @@ NAME(const u8* codes, const float* scale, const u16* x, const u16* bias, u16* y,
      i64 x_stride) {
     DYNAMIC_SHARED(dynamic);
     u8* shared = reinterpret_cast<u8*>(dynamic);
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warp_n = warp % WARPS_N, warp_m = warp / WARPS_N;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int g = lane / 4, t = lane % 4;
     const int block_row = blockIdx.x * ROWS, block_token = blockIdx.y * TOKENS;
-    const int warp_row = block_row + warp_n * WARP_ROWS;
+    const int warp_row = block_row + warp * WARP_ROWS;
     const int chunks = (K + CHUNK - 1) / CHUNK, each = (chunks + gridDim.z - 1) / gridDim.z;
     const int first = blockIdx.z * each, last = first + each < chunks ? first + each : chunks;
     const int begin = first * (CHUNK / STEP), end = last * (CHUNK / STEP);
 
-    const u8* rows[SHARE];
+    const u8* rows[TILES_N][2];
 #pragma unroll
-    for (int i = 0; i < SHARE; ++i) {  // rows past the end read the last one and are not stored
-        const int row = warp_row + 8 * (warp_m * SHARE + i) + g;
-        rows[i] = codes + i64(row < N ? row : N - 1) * K;
+    for (int i = 0; i < TILES_N; ++i) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {  // rows past the end read the last one and are not stored
+            const int row = warp_row + 16 * i + 8 * r + g;
+            rows[i][r] = codes + i64(row < N ? row : N - 1) * K;
+        }
     }
     const auto copy = [&](int step) {
         u8* slot = shared + step % DEPTH * SLOT;
         if (step < end) {
             const int k = step * STEP + t * 16;
-            u8* w = slot + warp_n * W_SLOT + (warp_m * SHARE * 32 + lane) * 16;
 #pragma unroll
-            for (int i = 0; i < SHARE; ++i) copy_later(w + i * 512, rows[i] + (k < K ? k : 0), k < K);
+            for (int i = 0; i < TILES_N; ++i) {
+#pragma unroll
+                for (int r = 0; r < 2; ++r)
+                    copy_later(slot + warp * W_SLOT + ((i * 2 + r) * 32 + lane) * 16, rows[i][r] + (k < K ? k : 0), k < K);
+            }
 #pragma unroll
             for (int at = threadIdx.x; at < TOKENS * (STEP / 8); at += THREADS) {
                 const int token = block_token + at / (STEP / 8), inner = at % (STEP / 8) * 8, column = step * STEP + inner;
                 const bool inside = token < M && column < K;  // zeros elsewhere: what lies there could be NaN
-                copy_later(slot + WARPS_N * W_SLOT + at / (STEP / 8) * X_PITCH + inner * 2,
+                copy_later(slot + WARPS * W_SLOT + at / (STEP / 8) * X_PITCH + inner * 2,
                            inside ? x + token * x_stride + column : x, inside);
             }
         }
@@ -74,8 +78,8 @@ NAME(const u8* codes, const float* scale, const u16* x, const u16* bias, u16* y,
         __syncthreads();  // x is here for all, and all have read the slot that is filled next
         copy(step + DEPTH - 1);
         const u8* slot = shared + step % DEPTH * SLOT;
-        const u8* w = slot + warp_n * W_SLOT + lane * 16;
-        const u8* tokens = slot + WARPS_N * W_SLOT + (warp_m * WARP_TOKENS + g) * X_PITCH + t * 32;
+        const u8* w = slot + warp * W_SLOT + lane * 16;
+        const u8* tokens = slot + WARPS * W_SLOT + g * X_PITCH + t * 32;
         Words codes_of[TILES_N][2];
 #pragma unroll
         for (int i = 0; i < TILES_N; ++i) {
@@ -125,7 +129,7 @@ NAME(const u8* codes, const float* scale, const u16* x, const u16* bias, u16* y,
 #endif
     }
 
-    // 32 tokens of each warp at a time through shared memory, so that rows are stored side by side.
+    // 32 tokens at a time through shared memory, so that rows are stored side by side.
     wait_for_copies<0>();
     float(*out)[PITCH] = reinterpret_cast<float(*)[PITCH]>(shared);
 #pragma unroll
@@ -137,14 +141,12 @@ NAME(const u8* codes, const float* scale, const u16* x, const u16* bias, u16* y,
             for (int j = 0; j < 4; ++j)
 #pragma unroll
                 for (int c = 0; c < 4; ++c)  // accumulator layout of m16n8k16: rows g, g + 8; columns 2t, 2t + 1
-                    out[warp_m * 32 + 8 * j + 2 * t + c % 2][warp_n * WARP_ROWS + 16 * i + 8 * (c / 2) + g] =
-                        sum[i][group * 4 + j][c];
+                    out[8 * j + 2 * t + c % 2][warp * WARP_ROWS + 16 * i + 8 * (c / 2) + g] = sum[i][group * 4 + j][c];
         __syncthreads();
-        for (int at = threadIdx.x; at < ROWS * 32 * WARPS_M; at += THREADS) {
-            const int row = block_row + at % ROWS, of_32 = at / ROWS;
-            const int token = block_token + of_32 / 32 * WARP_TOKENS + group * 32 + of_32 % 32;
+        for (int at = threadIdx.x; at < ROWS * 32; at += THREADS) {
+            const int row = block_row + at % ROWS, token = block_token + group * 32 + at / ROWS;
             if (row >= N || token >= M) continue;
-            float total = out[of_32][at % ROWS] * DECODE_UNIT;
+            float total = out[at / ROWS][at % ROWS] * DECODE_UNIT;
             if (SCALES < 2) total *= scale[SCALES == 1 ? row : 0];
 #if SPLIT
             parts[(i64(blockIdx.z) * M + token) * N + row] = total;
