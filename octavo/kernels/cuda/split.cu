@@ -2,7 +2,7 @@
 //
 // s = 2**(e - 7) for the largest finite value of the token in [2**e, 2**(e+1)). high = RNE(x / s) keeps 4 bits of the 8
 // of a BF16; the rest is at most half of their last place, so 4 bits, and low = RNE((x / s - high) * FINER) keeps them all.
-// FINER 32: high + low is x exactly down to 2**-13 of the largest value, and within 2**-22 of it below. FINER 1, one scale
+// FINER 32: high + low is x exactly down to 2**-13 of the largest value, and within 2**-21 of it below. FINER 1, one scale
 // [H] for both: down to 2**-9 and within 2**-17. Inf becomes NaN.
 //
 // One block a token; row m of the result is high, row H + m low. Compiled per variant with: NAME, X_BF16 = 1, FINER,
