@@ -29,7 +29,8 @@ VARIANTS: dict[str, tuple[str, int, bool]] = {
     "fp8 fused, 4 sequences": ("fused", 4, False),
     "fp8 fused, 4 sequences, checkpointing": ("fused", 4, True),
 }
-FLOOR_DB = {"logits": 30.0, "gradients": 15.0}
+# Two orders of sums in BF16 move codes of the inputs that lie at the edge of another; one by one, dY stays in 16 bit.
+FLOOR_DB = {"logits": 22.0, "gradients": 10.0}
 
 
 def rows(
