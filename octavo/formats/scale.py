@@ -57,8 +57,9 @@ def mse_scale(
     granularity: Granularity,
     scale_format: str = "fp32",
     importance: torch.Tensor | None = None,
+    every: int = 1,
 ) -> torch.Tensor:
-    """Per tile, the scale among CANDIDATES * absmax scale with the least squared error.
+    """Per tile, the scale among every so manieth of CANDIDATES * absmax scale with the least squared error.
 
     importance: float32 [K], of the columns' errors; with the mean squares of a layer's inputs it is the error of the
     layer's outputs, correlations aside. Never worse than absmax. Inf and NaN carry no weight.
@@ -66,7 +67,7 @@ def mse_scale(
     rows = granularity.tile[0]
     if rows and x.dim() == 2 and x.device.type == "cpu" and x.numel() > SLICE and len(x) > rows:
         step = max(SLICE // x.shape[1] // rows, 1) * rows
-        parts = [mse_scale(part, spec, granularity, scale_format, importance) for part in torch.split(x, step)]
+        parts = [mse_scale(part, spec, granularity, scale_format, importance, every) for part in torch.split(x, step)]
         return torch.cat(parts)
     x = x.float() if all_finite(x) else torch.nan_to_num(x.float(), nan=0.0, posinf=0.0, neginf=0.0)
     amax = granularity.amax(x)
@@ -75,7 +76,7 @@ def mse_scale(
     x = x / granularity.expand(start, tuple(x.shape))
     scaled, rounded, scratch = torch.empty_like(x), torch.empty_like(x), torch.empty_like(x)
     best_error: torch.Tensor | None = None
-    for factor in CANDIDATES if scale_format == "fp32" else PO2_CANDIDATES:
+    for factor in CANDIDATES[::every] if scale_format == "fp32" else PO2_CANDIDATES:
         scale = torch.where(amax > 0, (start * factor).clamp(min=SCALE_FLOOR), start)
         torch.mul(x, 1 / factor, out=scaled)
         square = nearest_(rounded, spec, scratch, of=scaled).sub_(scaled).square_()

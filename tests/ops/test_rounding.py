@@ -42,7 +42,7 @@ def test_same_scales_lower_output_error(granularity):
     errors = [torch.trace((e := dequantize(q) - weight) @ h @ e.T) for q in (got, plain)]
     assert errors[0] < 0.5 * errors[1]
     assert solve.error == pytest.approx(float(errors[0]), rel=1e-3)
-    assert solve.error_nearest == pytest.approx(float(errors[1]), rel=1e-3)
+    assert solve.error_nearest == pytest.approx(float(errors[1]), rel=5e-3), "a product in BF16, on some CPUs"
 
 
 @pytest.mark.parametrize("granularity", [PerRow(), PerBlock(16, 16)], ids=str)
