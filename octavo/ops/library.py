@@ -133,7 +133,7 @@ def linear_now(
     with _no_autocast(x):
         found = _linear_kernels("linear", x2, w, activation, backend)
         y = found.linear(x2, w, bias, activation, input_scale)
-    return y.reshape(*x.shape[:-1], codes.shape[0])
+    return _shaped(y, x, codes.shape[0])
 
 
 linear = custom_op(
@@ -173,7 +173,7 @@ def linear_dx(
     grad2 = _rows(grad)
     with _no_autocast(grad):
         dx = _linear_kernels("linear_dx", grad2, w, "none", backend).linear_dx(grad2, w)
-    return dx.reshape(*grad.shape[:-1], codes.shape[1])
+    return _shaped(dx, grad, codes.shape[1])
 
 
 @linear_dx.register_fake
@@ -263,6 +263,12 @@ def _(
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """[..., K] -> [M, K]; reshape(-1, K) would not know M where K is 0."""
     return x.flatten(0, -2) if x.dim() > 1 else x[None]
+
+
+def _shaped(y: torch.Tensor, x: torch.Tensor, last: int) -> torch.Tensor:
+    """y [M, last], made here, with the leading extents of x: no view, so that it may be written in place."""
+    result: torch.Tensor = torch.ops.aten._unsafe_view.default(y.contiguous(), [*x.shape[:-1], last])
+    return result
 
 
 def _no_autocast(x: torch.Tensor) -> torch.autocast:

@@ -53,6 +53,19 @@ def test_forward_backward_and_views(granularity):
     assert module.scaled().codes.data_ptr() == module.weight.data_ptr(), "scaled() must not copy"
 
 
+@pytest.mark.parametrize("activation", ["none", "token"])
+@pytest.mark.parametrize("shape", [(5, 64), (2, 3, 64), (64,)], ids=str)
+def test_its_output_may_be_written_in_place(shape, activation):
+    """As nn.Linear's may: some models, and adapters of PEFT, add to it."""
+    layer = FrozenFloat8Linear.from_linear(nn.Linear(64, 48), activation=activation)
+    x = torch.randn(shape, requires_grad=True)
+    (want,) = torch.autograd.grad((layer(x) + 1).sum(), x)
+    y = layer(x)
+    y += 1
+    (found,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(found, want) and not y._is_view()
+
+
 def test_it_is_a_linear_to_peft():
     module = layer()
     assert isinstance(module, nn.Linear) and module.weight.dtype == torch.uint8
