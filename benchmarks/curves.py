@@ -24,14 +24,14 @@ COLOURS = {
     "blocks-compensated": "#c08a1e",
 }
 NAMES = {
-    "bf16": "BF16 base, in BF16",
-    "dequantized": "FP8 base decoded, in BF16",
-    "w8a16": "FP8 base, 16-bit products",
-    "fused": "FP8 base, FP8 products",
-    "compensated": "the same, base compensated",
-    "blocks": "blocks, FP8 products",
-    "blocks-decoded": "blocks decoded, in BF16",
-    "blocks-compensated": "blocks compensated",
+    "bf16": "BF16 base",
+    "dequantized": "channels, decoded",
+    "w8a16": "channels, W8A16",
+    "fused": "channels, W8A8",
+    "compensated": "compensated, W8A8",
+    "blocks": "blocks, W8A8",
+    "blocks-decoded": "blocks, decoded",
+    "blocks-compensated": "blocks compensated, W8A8",
 }
 DASHED = ("dequantized", "w8a16", "blocks-decoded")
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 560, 330, 62, 12, 34, 46
