@@ -1,6 +1,7 @@
 """Kernels compile for every GPU without one being here: no spills, no local arrays, no FP64; and the cache is safe."""
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -174,6 +175,36 @@ def test_forced_architecture(monkeypatch):
     monkeypatch.setattr(loader, "env", lambda: dataclasses.replace(real, arch="80"))
     assert loader.architecture((9, 0)) == "compute_80"
     assert not loader.may_overlap((9, 0))  # that code does not wait
+
+
+def test_a_thread_without_a_context_gets_torch_s_own_once(monkeypatch):
+    from cuda.bindings import driver
+
+    calls, current = [], {}
+
+    def answer(name, value=None, **change):
+        def function(*given):
+            calls.append(name)
+            current.update(change)
+            return (driver.CUresult.CUDA_SUCCESS, *([] if value is None else [value()]))
+
+        monkeypatch.setattr(driver, name, function)
+
+    answer("cuCtxGetCurrent", lambda: driver.CUcontext(current.get("context", 0)))
+    answer("cuDeviceGet", lambda: driver.CUdevice(0))
+    answer("cuDevicePrimaryCtxRetain", lambda: driver.CUcontext(7))
+    answer("cuCtxSetCurrent", context=7)
+    binding = ["cuCtxGetCurrent", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent"]
+
+    def in_a_thread():
+        with ThreadPoolExecutor(1) as pool:
+            for _ in range(2):
+                pool.submit(loader._bind_context, torch.device("cuda", 0)).result()
+
+    in_a_thread()
+    assert calls == binding
+    in_a_thread()  # one that the runtime has bound already
+    assert calls == [*binding, "cuCtxGetCurrent"]
 
 
 real = loader.env()
