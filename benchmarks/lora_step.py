@@ -43,6 +43,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from octavo import E4M3, FrozenFloat8Linear, PerRow, Recipe, ScaledTensor, convert
 from octavo.integrations.peft import get_peft_model, register
+from octavo.workflows.measures.timing import seconds
 from octavo.workflows.planner.source import published
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -176,7 +177,7 @@ def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
             optimizer.zero_grad()
             return loss.detach()
 
-        times = [timed(step) for _ in range(steps + 2)]
+        times = [seconds(step) for _ in range(steps + 2)]
         median = statistics.median(times[2:])
         row |= {
             "tokens_s": variant.micro * SEQUENCE / median,
@@ -201,14 +202,6 @@ def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
         for key, value in row.get(table, {}).items():
             print(f"    {value:9.2f} ms  {table if table != 'ms' else ''} {key}")
     return row
-
-
-def timed(step: Callable[[], object]) -> float:
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    step()
-    torch.cuda.synchronize()
-    return time.perf_counter() - started
 
 
 def in_a_row(step: Callable[[], object], steps: int) -> dict[str, float]:

@@ -143,34 +143,39 @@ def lora(shop: Workshop) -> Iterator[dict[str, Any]]:
         }
 
 
+def _served(shop: Workshop, run: Path, name: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """A run, exported: held-out perplexity against the fine-tune in 16 bit, and how much of the adapter is kept."""
+    out = _fresh(shop.folder / name)
+    exported = export(ExportConfig(run=run, out=out, **settings))
+    bf16, served = shop.perplexity(shop.run("two-stage")), shop.perplexity(out, "none")
+    return {
+        "bf16": bf16,
+        "exported": served,
+        "gap_percent": 100 * (served / bf16 - 1),
+        "kept": exported.kept,
+        "output_kept": exported.output_kept,
+        "output_error": exported.output_error,
+        "nearest": exported.nearest.model_dump() if exported.nearest else None,
+    }
+
+
 def merged(shop: Workshop) -> Iterator[dict[str, Any]]:
     """A run over an FP8 base rounded with compensation, exported the same way, against the run in 16 bit.
 
     Beside it, without a limit, runs over a base rounded to nearest, merged in both ways.
     """
-    bf16 = shop.perplexity(shop.run("two-stage"))
     for base, merge in (("compensated", "original"), ("nearest", "original"), ("nearest", "dequantized")):
-        out = _fresh(shop.folder / f"{base}-{merge}")
         settings = {"merge": merge, "moments": shop.moments(), "min_kept": 0}
-        run = shop.run("lora", compensated=base == "compensated")
-        exported = export(ExportConfig(run=run, out=out, **settings))
-        served = shop.perplexity(out, "none")
+        row = _served(shop, shop.run("lora", compensated=base == "compensated"), f"{base}-{merge}", settings)
         claimed = base == "compensated"
-        yield {
+        yield row | {
             "part": "compensated export against the fine-tune in 16 bit",
             "base": base,
             "merge": merge,
-            "bf16": bf16,
-            "exported": served,
-            "gap_percent": 100 * (served / bf16 - 1),
-            "kept": exported.kept,
-            "output_kept": exported.output_kept,
-            "output_error": exported.output_error,
-            "nearest": exported.nearest.model_dump() if exported.nearest else None,
             "expected": {"gap_percent": f"<= {100 * MERGED_WITHIN}", "output_kept": f">= {OUTPUT_KEPT}"}
             if claimed
             else {},
-            "agrees": served / bf16 - 1 <= MERGED_WITHIN and (exported.output_kept or 0.0) >= OUTPUT_KEPT
+            "agrees": row["gap_percent"] <= 100 * MERGED_WITHIN and (row["output_kept"] or 0.0) >= OUTPUT_KEPT
             if claimed
             else None,
         }
@@ -181,20 +186,11 @@ def aware(shop: Workshop) -> Iterator[dict[str, Any]]:
 
     It is made for rounding to nearest. With compensation its codes are others than those it was trained through.
     """
-    bf16, run = shop.perplexity(shop.run("two-stage")), shop.run("fp8-aware")
     for rounding in ("nearest", "compensated"):
-        out = _fresh(shop.folder / f"{rounding}-aware")
-        exported = export(ExportConfig(run=run, out=out, moments=shop.moments(), rounding=rounding, min_kept=0))
-        served = shop.perplexity(out, "none")
-        yield {
+        settings = {"moments": shop.moments(), "rounding": rounding, "min_kept": 0}
+        yield _served(shop, shop.run("fp8-aware"), f"{rounding}-aware", settings) | {
             "part": "fp8-aware fine-tune, exported, against the fine-tune in 16 bit",
             "rounding": rounding,
-            "bf16": bf16,
-            "exported": served,
-            "gap_percent": 100 * (served / bf16 - 1),
-            "kept": exported.kept,
-            "output_kept": exported.output_kept,
-            "output_error": exported.output_error,
             "seconds_per_step": {mode: shop.seconds_per_step(mode) for mode in ("two-stage", "fp8-aware")},
             "expected": {},
             "agrees": None,

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import gc
 import statistics
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -21,6 +20,7 @@ from octavo.base.errors import OctavoError
 from octavo.base.packages import version_of
 from octavo.formats.measure import sqnr_db
 from octavo.integrations.shaped import random_lora
+from octavo.workflows.measures.timing import seconds
 
 SEQUENCE, STEPS, GIB = 4096, 5, 2**30
 # name -> how `random_lora` builds it, sequences a step, checkpointing
@@ -90,15 +90,7 @@ def _measured(model: nn.Module, micro: int, sequence: int, device: str) -> dict[
     step()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    took = statistics.median(_seconds(step) for _ in range(STEPS))
+    took = statistics.median(seconds(step) for _ in range(STEPS))
     sizes = {"peak_gib": torch.cuda.max_memory_allocated(), "at_rest_gib": torch.cuda.memory_allocated()}
     row: dict[str, Any] = {"tokens_s": round(micro * sequence / took), "step_ms": round(took * 1e3, 1)}
     return row | {name: round(size / GIB, 2) for name, size in sizes.items()}
-
-
-def _seconds(step: Callable[[], object]) -> float:
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    step()
-    torch.cuda.synchronize()
-    return time.perf_counter() - started

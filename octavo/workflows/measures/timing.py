@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 
 import torch
 
 from octavo.ops.graphs import capture
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """Of one call with its wait for the device, the host's part included."""
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return time.perf_counter() - started
 
 
 def milliseconds(call: Callable[[], object], rounds: int) -> float:
