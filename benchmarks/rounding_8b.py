@@ -6,12 +6,13 @@
 Weights wait in host memory in BF16, as a checkpoint would; making them is not counted. Claim: at most 4 minutes, and
 the device never holds more than one block with what rounding it needs (peak memory does not grow with --layers). First
 the column kernel against its oracle on one matrix: equal codes, but where a float32 sum differs in its last bit.
-JSON lines.
+JSON lines; stderr says what each block took, and every 30 s where the program is. `--layers 2` sees it run, in seconds.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import sys
 import time
@@ -73,7 +74,7 @@ def build(shape: dict[str, int], layers: int, device: torch.device) -> torch.nn.
 
 
 class Clock:
-    """Seconds of the device's work by part."""
+    """Seconds by part, in which the device does what it was given."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.parts = device, dict[str, float]()
@@ -85,6 +86,9 @@ class Clock:
         now = time.perf_counter()
         self.parts[part] = self.parts.get(part, 0.0) + now - self.last
         self.last = now
+
+    def __str__(self) -> str:
+        return ", ".join(f"{part} {seconds:.1f} s" for part, seconds in self.parts.items())
 
 
 def kernel(device: torch.device, n: int, k: int) -> Iterator[dict[str, Any]]:
@@ -116,7 +120,9 @@ def kernel(device: torch.device, n: int, k: int) -> Iterator[dict[str, Any]]:
 
 
 def job(arguments: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
+    started = time.perf_counter()
     model = build(TINY if arguments.tiny else LLAMA_8B, arguments.layers, device)
+    print(f"weights made in {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)
     vocabulary = model.get_input_embeddings().num_embeddings
     generator = torch.Generator().manual_seed(2)
     samples = [torch.randint(vocabulary, (CONTEXT,), generator=generator) for _ in range(arguments.windows)]
@@ -141,6 +147,7 @@ def job(arguments: argparse.Namespace, device: torch.device) -> Iterator[dict[st
         solved["error"] += solve.error
         solved["nearest"] += solve.error_nearest
         clock.lap("rounding")
+        print(f"{next(iter(groups))}: {clock}", file=sys.stderr, flush=True)
 
     walk = BlockWalk(model, samples, watched_groups(model), device)
     clock.lap("capture")
@@ -185,6 +192,7 @@ def main() -> int:
     stamp = {"torch": torch.__version__, "device": arguments.device}
     if device.type == "cuda":
         stamp["device"] = torch.cuda.get_device_name(device)
+    faulthandler.dump_traceback_later(30, repeat=True)
     failed = False
     sizes = (96, 160) if arguments.tiny else (1024, 4096)
     for lines in (kernel(device, *sizes), job(arguments, device)):

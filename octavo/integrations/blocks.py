@@ -63,7 +63,8 @@ class BlockWalk:
         return {key: torch.cat(weights) for key, weights in found.items()}
 
     def fisher_moments(self, visit: Callable[[Groups, MomentSums], object], advance: Advance) -> None:
-        """Blocks from last to first: `visit(groups, seen)` is given the moments of each, weighted, on the device.
+        """Blocks from last to first: `visit(groups, seen)` is given the moments of each, weighted. These and the
+        weights of the block are on the device, so that it can round there.
 
         Every WEIGHED-th sample is weighed, tokens of the others count as the mean of their group.
         advance: called with samples, out of 2 x blocks x samples.
@@ -78,7 +79,8 @@ class BlockWalk:
     def _backward(
         self, use: Callable[[str, torch.Tensor, Any], object], advance: Advance, every: int = 1
     ) -> Iterator[dict[str, list[str]]]:
-        """Forward through all blocks, and back from the last to the first: yields the groups of each after its turn.
+        """Forward through all blocks, and back from the last to the first: yields the groups of each after its turn,
+        while it is still on the device.
 
         use: see TokenWeights; the samples that are not weighed come with one number, the mean of the weights.
         """
@@ -94,19 +96,19 @@ class BlockWalk:
         for name, block in reversed(self.blocks.items()):
             inputs, groups = entered.pop(name), self.groups[name]
             watched = TokenWeights(self.model, groups, use)
-            with resident(block, self.device), fast_products():
-                with torch.enable_grad(), watched:
+            with resident(block, self.device):
+                with torch.enable_grad(), fast_products(), watched:
                     for i in gradients:
                         leaf = inputs[i].to(self.device).requires_grad_(True)
                         out = self._run(name, i, leaf)
                         out.backward(gradients[i].to(self.device))  # type: ignore[no-untyped-call]
                         gradients[i] = cast(torch.Tensor, leaf.grad).cpu()
                         watched.flush()
-                with torch.no_grad(), Inputs(self.model, groups, partial(_as_the_mean, watched, use)):
+                with torch.no_grad(), fast_products(), Inputs(self.model, groups, partial(_as_the_mean, watched, use)):
                     for i in (i for i in range(len(inputs)) if i not in gradients):
                         self._run(name, i, inputs[i].to(self.device))
-            advance(len(self.samples))
-            yield groups
+                advance(len(self.samples))
+                yield groups
 
     @torch.no_grad()
     def moments(
@@ -124,12 +126,13 @@ class BlockWalk:
         """
         hidden = self._first
         for name, block in self.blocks.items():
-            with resident(block, self.device, copy=sequential), fast_products():
-                with MomentObserver(self.model, self.groups[name], weights) as seen:
+            with resident(block, self.device, copy=sequential):
+                with fast_products(), MomentObserver(self.model, self.groups[name], weights) as seen:
                     after = self._through(name, hidden)
                 check_finite(seen)
                 visit(self.groups[name], seen)
-                hidden = self._through(name, hidden) if sequential else after
+                with fast_products():
+                    hidden = self._through(name, hidden) if sequential else after
             advance(len(self.samples))
 
     def _capture(self) -> None:

@@ -1,5 +1,7 @@
 """Block by block against the whole model at once: the same Fisher weights and moments, and what `sequential` means."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -106,6 +108,34 @@ def test_sequential_blocks_see_what_was_done_to_those_before(model):
         torch.testing.assert_close(found[key], halved[key], rtol=1e-4, atol=1e-6)
     key = next(key for key in walk.groups[last])
     assert not torch.allclose(found[key], untouched[key], rtol=0.05), "there is something to see"
+
+
+@pytest.mark.parametrize("weighted", [True, False], ids=["weighted", "sequential"])
+def test_what_visits_a_block_rounds_where_it_is(model, monkeypatch, weighted):
+    """While a block is visited its weights are on the device, or rounding would run on the host; and products there are
+    exact again."""
+    there, seen = [], []
+
+    @contextmanager
+    def resident(module, device, **settings):
+        with original(module, device, **settings):
+            there.append(module)
+            yield
+            there.pop()
+
+    def visit(groups, moments):
+        owner = next(block for name, block in walk.blocks.items() if next(iter(groups)).startswith(f"{name}."))
+        seen.append(owner in there and torch.backends.mkldnn.matmul.fp32_precision == before)
+
+    original, before = blocks.resident, torch.backends.mkldnn.matmul.fp32_precision
+    monkeypatch.setattr(blocks, "resident", resident)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    walk = BlockWalk(model, samples(), watched_groups(model), CPU)
+    if weighted:
+        walk.fisher_moments(visit, nothing)
+    else:
+        walk.moments(None, visit, nothing, sequential=True)
+    assert seen == [True] * len(walk.blocks)
 
 
 def test_nan_names_the_linear(model):
