@@ -21,6 +21,7 @@ def capture(
     ends a capture with an error.
     """
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))  # what `run` reads may still be on its way into memory
     with torch.cuda.device(device), torch.cuda.stream(stream):
         with loader.only_compiling(device):
             run()

@@ -12,15 +12,30 @@ from octavo.ops.graphs import capture
 
 @pytest.fixture
 def fake_cuda(monkeypatch):
-    for name in ("Stream", "CUDAGraph", "device", "stream"):
+    order = []
+
+    class Stream(nullcontext):
+        def wait_stream(self, other):
+            order.append(other)
+
+    for name in ("CUDAGraph", "device", "stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: nullcontext())
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "ours")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool, stream: nullcontext())
+    return order
 
 
 class Cycle:
     def __init__(self):
         self.me = self
+
+
+def test_what_the_caller_writes_is_there(fake_cuda):
+    """Else a graph's first run looks up tokens in memory that nobody has written."""
+    capture(lambda: fake_cuda.append("run"), torch.device("cpu"), warm=1)
+    assert fake_cuda == ["ours", "run", "run", "run"]
 
 
 def test_no_collection_inside(fake_cuda):
