@@ -22,6 +22,7 @@ from octavo.base.errors import UnsupportedError
 from octavo.base.hardware import caps_of
 from octavo.formats.architectures import FUSED_DECODERS, DecoderLayer
 from octavo.formats.granularity import PerBlock, PerRow, PerTensor
+from octavo.integrations.attention import take_unpacked_heads
 from octavo.integrations.seen import Seen
 from octavo.modules.frozen import FrozenFloat8Linear
 from octavo.ops.backends import BACKENDS, Problem
@@ -56,6 +57,8 @@ def fuse(model: nn.Module) -> int:
         if any(isinstance(module, FrozenFloat8Linear) for module in layer.modules()):
             _Binding(layer, written, activation).bind()
             count += 1
+    if count:
+        take_unpacked_heads(next(model.parameters()).device)
     return count
 
 

@@ -1,14 +1,17 @@
 """A failing attention is named in one warning, and the next one runs."""
 
 import logging
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import AttentionInterface
 
 from octavo.base.errors import UnsupportedError
 from octavo.integrations import attention
-from octavo.integrations.attention import choose_attention
+from octavo.integrations.attention import choose_attention, unpacked_heads
 from octavo.testing import fake_caps
 from tests.integrations.test_fused import build, tokens
 
@@ -71,3 +74,77 @@ def test_none_is_an_error_with_every_reason(model, monkeypatch):
     monkeypatch.setattr(attention, "ORDER", ("broken", "nan"))
     with pytest.raises(UnsupportedError, match=r"attention broken does not run.*attention nan does not run"):
         choose_attention(model, "broken")
+
+
+@pytest.fixture
+def flash(monkeypatch):
+    """FlashAttention 4 and Transformers' call of it, for the CPU; who was called, with what."""
+    calls = []
+
+    def flash_attn_func(q, k, v, softmax_scale, causal, pack_gqa):
+        calls.append(pack_gqa)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=softmax_scale, enable_gqa=True)
+        return y.transpose(1, 2), None
+
+    package = ModuleType("flash_attn.cute")
+    package.flash_attn_func = flash_attn_func
+    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", package)
+
+    def transformers(module, query, key, value, attention_mask, **options):
+        calls.append("transformers")
+        return query.transpose(1, 2), None
+
+    monkeypatch.setattr(attention, "flash_attention_forward", transformers)
+    return calls
+
+
+def heads(batch=2, tokens=1024, dtype=torch.bfloat16):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(batch, n, tokens, 8, generator=generator).to(dtype) for n in (4, 2, 2)]
+
+
+def test_whole_causal_sequences_have_a_tile_for_each_query_head(flash):
+    q, k, v = heads()
+    options = {"scaling": 0.3, "dropout": 0.0, "position_ids": torch.arange(1024), "sliding_window": None}
+    y, weights = unpacked_heads(SimpleNamespace(is_causal=True), q, k, v, None, **options)
+    want = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3, enable_gqa=True).transpose(1, 2)
+    assert flash == [False] and weights is None and torch.equal(y, want)
+
+
+OTHERS = {
+    "mask": {"mask": torch.ones(2, 1024)},
+    "window": {"sliding_window": 512},
+    "softcap": {"softcap": 50.0},
+    "sink": {"s_aux": torch.zeros(4)},
+    "packed": {"cu_seq_lens_q": torch.tensor([0, 5, 1024])},
+    "perhaps packed": {"batch": 1, "position_ids": torch.arange(1024)[None]},
+    "dropout": {"dropout": 0.1},
+    "deterministic": {"deterministic": True},
+    "weights asked for": {"output_attentions": True},
+    "both ways": {"is_causal": False},
+    "short": {"tokens": 1023},
+    "float32": {"dtype": torch.float32},
+}
+
+
+@pytest.mark.parametrize("given", OTHERS.values(), ids=OTHERS)
+def test_everything_else_is_transformers_own(flash, given):
+    shape = {name: given[name] for name in ("batch", "tokens", "dtype") if name in given}
+    options = {name: value for name, value in given.items() if name not in (*shape, "mask")}
+    unpacked_heads(SimpleNamespace(is_causal=True), *heads(**shape), given.get("mask"), **options)
+    assert flash == ["transformers"]
+
+
+@pytest.mark.parametrize(
+    "sm, installed, deterministic", [("sm90", 1, 0), ("sm90", 1, 1), ("sm90", 0, 0), ("sm100", 1, 0)]
+)
+def test_fused_layers_bring_it_where_it_pays(monkeypatch, sm, installed, deterministic):
+    monkeypatch.setattr(AttentionInterface, "_global_mapping", dict(AttentionInterface._global_mapping))
+    monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", str(deterministic))
+    monkeypatch.setattr(attention, "version_of", lambda package: "4.0.0b36" if installed else None)
+    monkeypatch.setattr(attention, "caps_of", lambda device: fake_caps(sm))
+    build()
+    taken = AttentionInterface._global_mapping["flash_attention_4"] is unpacked_heads
+    assert taken == (sm == "sm90" and installed and not deterministic)
