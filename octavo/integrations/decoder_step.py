@@ -63,6 +63,7 @@ class DecoderStep:
         base = cast(Any, decoder(model))
         self.embedding = base.embed_tokens
         self.head = cast(Any, model).get_output_embeddings()
+        self.vocabulary = int(self.embedding.num_embeddings)
         self.final = _Norm.of(base.norm)
         self.heads, self.kv_heads = int(config.num_attention_heads), int(config.num_key_value_heads)
         self.activation = ACTIVATIONS[config.hidden_act]
@@ -178,6 +179,10 @@ def _refuse(model: nn.Module, config: Any) -> None:
     rotary = config.rope_parameters.get("rope_type", "default")
     if rotary in MOVING_ROTARY:
         raise UnsupportedError(what, got=f"rotary embedding '{rotary}', which changes with the length", fix=fix)
+    known, says = cast(Any, model).get_input_embeddings(), cast(Any, model).get_output_embeddings()
+    if says.out_features > known.num_embeddings:
+        got = f"logits of {says.out_features} tokens, embeddings of {known.num_embeddings}"
+        raise UnsupportedError(what, got=got, need="an embedding for every token", fix=fix)
     hooked = [name for name, m in model.named_modules() if m._forward_hooks or m._forward_pre_hooks]
     if hooked:
         raise UnsupportedError(what, got=f"a hook on '{hooked[0]}'", need="a model without hooks", fix=fix)

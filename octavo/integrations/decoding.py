@@ -15,7 +15,15 @@ from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from octavo.base.errors import ConfigError, ShapeError, UnsupportedError
+from octavo.base.errors import ConfigError, RefusedError, ShapeError, UnsupportedError
+from octavo.integrations.decode_inputs import (
+    STOP_TOKENS,
+    end_tokens,
+    is_padded,
+    pad_token,
+    require_same,
+    weights_of,
+)
 from octavo.integrations.decoder_step import DecoderStep
 from octavo.integrations.float8_cache import layer_scales
 from octavo.modules.kv_storage import Granularity, KVStorage
@@ -23,7 +31,7 @@ from octavo.ops.attention import CachedKV, why_not
 from octavo.ops.graphs import capture
 from octavo.store.scales import Scales
 
-STOP_TOKENS = 16
+FEWEST = 4  # tokens: what a step writes before it is captured
 POLL = 16  # steps between two looks at whether all rows have ended
 # Prompts of so many tokens in all have graphs, for lengths that are multiples of GRAPH_STEP: their launches would take
 # longer than their products. What is behind the end of a prompt is written over by the answer.
@@ -44,7 +52,9 @@ class Decoder:
     Greedy decoding happens on the device alone, up to POLL steps past the last end of a row, which are cut off. With a
     sampler, a logits processor or other stopping criteria the logits of each step pass through them. A streamer gets
     nothing: Transformers does not hand it to a loop of somebody else's.
-    UnsupportedError: beams, `return_dict_in_generate`, or a model that a step does not know. ShapeError: no room.
+    UnsupportedError: beams, `return_dict_in_generate`, padding at the right, or a model that a step does not know.
+    ShapeError: no room. MismatchError: a token without an embedding. ConfigError: weights that were moved or exchanged.
+    RefusedError: logits that are NaN.
     """
 
     def __init__(
@@ -56,15 +66,15 @@ class Decoder:
         scales: Scales | Path | str | Mapping[int, tuple[float, float]] | None = None,
         graph: bool | None = None,
     ) -> None:
-        if capacity < 2:
-            raise ConfigError("Decoder: capacity", got=str(capacity), need="2 tokens or more")
+        if capacity < FEWEST:
+            raise ConfigError("Decoder: capacity", got=str(capacity), need=f"{FEWEST} tokens or more")
         if kv_cache not in ("token-head", "tensor", "16bit") or (scales is not None and kv_cache != "tensor"):
             raise ConfigError(
                 "Decoder: kv_cache", got=kv_cache, need="token-head, 16bit, or tensor, which takes scales"
             )
         self.model, self.capacity, self.kv_cache = model, capacity, kv_cache
         self.step = DecoderStep(model, capacity)
-        self.device = self.step.embedding.weight.device
+        self.device, self.weights = self.step.embedding.weight.device, weights_of(model)
         self.scales = layer_scales(scales, list(range(len(self.step.layers))))
         self.graph = self.device.type == "cuda" if graph is None else graph
         if self.device.type == "cuda":
@@ -79,6 +89,9 @@ class Decoder:
 
         padded: for prompts of different lengths, padded at the left. prompt: also for prompts of so many tokens.
         """
+        if batch < 1 or prompt > self.capacity:
+            got, need = f"{batch} rows, a prompt of {prompt}", f"1 row or more, {self.capacity} tokens at most"
+            raise ShapeError("Decoder.warmup", got=got, need=need)
         if self.state is None or self.state.batch != batch or padded > self.state.padded:
             self.state = None  # the memory of the other size first
             self.state = _State(self, batch, padded)
@@ -103,17 +116,19 @@ class Decoder:
         if (config.num_beams or 1) > 1 or config.return_dict_in_generate or inputs.get("inputs_embeds") is not None:
             got = "beams, return_dict_in_generate or inputs_embeds"
             raise UnsupportedError("Decoder", got=got, fix="Use model.generate without custom_generate.")
+        attention_mask, vocabulary = inputs.get("attention_mask"), self.step.vocabulary
+        padded = is_padded(input_ids, attention_mask, vocabulary)
+        require_same(self.weights)
         batch, prompt = input_ids.shape
-        longest = int(config.max_length or 0)
+        longest = max(int(config.max_length or 0), prompt + 1)
         if longest > self.capacity:
             fix = f"Make the decoder with capacity={longest}, or ask for fewer new tokens."
             raise ShapeError("Decoder", got=f"up to {longest} tokens", need=f"{self.capacity}, its capacity", fix=fix)
-        attention_mask = inputs.get("attention_mask")
-        padded = attention_mask is not None and not bool(attention_mask.all())
+        ends = end_tokens(config, self.device)
+        pad = 0 if ends is None else pad_token(config, ends, vocabulary)
         state = cast(_State, self.warmup(batch, padded=padded).state)
         logits = state.prefill(input_ids.to(self.device), attention_mask if padded else None)
-        ends = _end_tokens(config, self.device)
-        state.start(prompt, ends, config)
+        state.start(prompt, ends, pad)
         processors, criteria = logits_processor or LogitsProcessorList(), stopping_criteria or StoppingCriteriaList()
         alone = all(type(c) in (MaxLengthCriteria, EosTokenCriteria) for c in criteria)
         if config.do_sample or len(processors) or not alone:
@@ -145,6 +160,7 @@ class _State:
         self.ended = torch.zeros(batch, dtype=torch.bool, device=device)
         self.stops = torch.full((STOP_TOKENS,), NONE, dtype=torch.int64, device=device)
         self.pad = torch.zeros(1, dtype=torch.int64, device=device)
+        self.best = torch.zeros(batch, device=device)
         self.captured = capture(self._step, device) if decoder.graph else None
         self.prompts: dict[int, _PromptGraph | None] = {}  # None: a length that came once
 
@@ -177,14 +193,15 @@ class _State:
             self.prompts[size] = _PromptGraph(self, size) if again else None
         return self.prompts[size]
 
-    def start(self, prompt: int, ends: torch.Tensor | None, config: GenerationConfig) -> None:
+    def start(self, prompt: int, ends: torch.Tensor | None, pad: int) -> None:
         """A prompt of so many tokens is in the caches."""
         self.length.fill_(prompt)
         self.ended.zero_()
+        self.best.zero_()
+        self.pad.fill_(pad)
         self.stops.fill_(NONE)
         if ends is not None:
             self.stops[: len(ends)] = ends
-            self.pad.fill_(int(config._pad_token_tensor) if config._pad_token_tensor is not None else int(ends[0]))
 
     def advance(self) -> None:
         """One step: `logits` of `tokens`, of which the most likely become the next `tokens`."""
@@ -192,6 +209,12 @@ class _State:
             self.captured.replay()
         else:
             self._step()
+
+    def most_likely(self, logits: torch.Tensor) -> torch.Tensor:
+        """logits [B, V] -> int64 [B]. `best`, the largest logit so far, remembers a NaN."""
+        following = logits.argmax(-1)
+        torch.maximum(self.best, logits.gather(1, following[:, None])[:, 0], out=self.best)
+        return following
 
     def take(self, following: torch.Tensor) -> None:
         """following int64 [B]: tokens behind those in the caches. Rows that have ended get the pad token."""
@@ -205,7 +228,7 @@ class _State:
         mask, padding = (self.mask, self.padding) if self.padded else (None, None)
         self.logits = self.step(self.tokens, self.caches, self.length, mask, padding)
         self.length.add_(1)
-        self.take(self.logits.argmax(-1))
+        self.take(self.most_likely(self.logits))
 
 
 class _PromptGraph:
@@ -231,7 +254,7 @@ class _PromptGraph:
 
 
 def _greedy(state: _State, logits: torch.Tensor, prompt: int, longest: int, ends: torch.Tensor | None) -> torch.Tensor:
-    state.take(logits.argmax(-1))
+    state.take(state.most_likely(logits))
     steps = longest - prompt - 1
     for done in range(steps):
         if ends is not None and done % POLL == 0 and bool(state.ended.all()):
@@ -239,6 +262,7 @@ def _greedy(state: _State, logits: torch.Tensor, prompt: int, longest: int, ends
         state.advance()
     else:
         done = max(steps, 0)
+    _require_numbers(~state.best.isnan())
     answers = state.history[:, prompt : prompt + 1 + done]
     if ends is not None:
         stopped = (answers[..., None] == ends).any(-1)
@@ -259,6 +283,8 @@ def _processed(
     tokens = input_ids.to(logits.device)
     while True:
         scores = processors(tokens, logits.to(torch.float32))
+        best = scores.amax(-1)
+        _require_numbers(best.isfinite() if config.do_sample else ~best.isnan())
         if config.do_sample:
             following = torch.multinomial(scores.softmax(-1), 1)[:, 0]
         else:
@@ -273,12 +299,9 @@ def _processed(
     return tokens.to(input_ids.device)
 
 
-def _end_tokens(config: GenerationConfig, device: torch.device) -> torch.Tensor | None:
-    """int64 [n]: what ends a row, or None."""
-    ends = config._eos_token_tensor
-    if ends is None:
-        return None
-    ends = cast(torch.Tensor, ends).to(device).reshape(-1)
-    if len(ends) > STOP_TOKENS:
-        raise UnsupportedError("Decoder", got=f"{len(ends)} tokens that end a row", need=f"{STOP_TOKENS} at most")
-    return ends
+def _require_numbers(rows: torch.Tensor) -> None:
+    """rows: bool [B], whether its scores are numbers to choose a token by."""
+    if not bool(rows.all()):
+        got = f"NaN or infinity in row {int(rows.int().argmin())}"
+        fix = "float16 ends at 65504: load the model in bfloat16, or look at its weights with octavo verify."
+        raise RefusedError("Decoder: the scores of the next token", got=got, need="numbers", fix=fix)

@@ -150,7 +150,7 @@ def _parts(model: nn.Module, kv_cache: Granularity, device: str, tokens: int = 1
         "attention": [partial(attend, q, kv, 0.09, 1, length=length) for kv in caches],
         "gate": [partial(gate, gate_up, step.activation) for _ in layers],
         "head": [partial(step.head, x)],
-        "next token": [lambda: state.take(logits.argmax(-1))],
+        "next token": [lambda: state.take(state.most_likely(logits))],
     }
     return {name: round(graph_milliseconds(some, rounds=20) * len(some), 4) for name, some in calls.items()}
 
