@@ -25,9 +25,8 @@ Hidden = list[torch.Tensor]  # [1, T, hidden] of each sample, in host memory
 Forward = Callable[..., Any]
 SEED = 0  # of the tokens drawn for the Fisher weights
 HEAD_TOKENS = 128
-WEIGHED = (
-    2  # every so manieth sample is weighed for its moments, by a backward pass; tokens of others count as the mean
-)
+# For one conversion every so manieth sample is weighed, by a backward pass; tokens of the others count as the mean.
+WEIGHED = 4
 
 
 class BlockWalk:
@@ -62,15 +61,17 @@ class BlockWalk:
             pass
         return {key: torch.cat(weights) for key, weights in found.items()}
 
-    def fisher_moments(self, visit: Callable[[Groups, MomentSums], object], advance: Advance) -> None:
+    def fisher_moments(
+        self, visit: Callable[[Groups, MomentSums], object], advance: Advance, every: int = WEIGHED
+    ) -> None:
         """Blocks from last to first: `visit(groups, seen)` is given the moments of each, weighted. These and the
         weights of the block are on the device, so that it can round there.
 
-        Every WEIGHED-th sample is weighed, tokens of the others count as the mean of their group.
+        every: so manieth sample is weighed, tokens of the others count as the mean of their group.
         advance: called with samples, out of 2 x blocks x samples.
         """
         sums = MomentSums(key for groups in self.groups.values() for key in groups)
-        for groups in self._backward(sums.add, advance, WEIGHED):
+        for groups in self._backward(sums.add, advance, every):
             sums.finish()
             check_finite(sums)
             visit(groups, sums)

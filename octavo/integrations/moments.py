@@ -93,6 +93,7 @@ def moments_of(
     device: str | None = None,
     dtype: str = "auto",
     durable: bool = True,
+    every: int = WEIGHED,
 ) -> Moments:
     """Open a model in 16 bit in host memory and gather its moments, on a GPU block by block: see `gather_moments`."""
     place = device_of(device)
@@ -100,7 +101,8 @@ def moments_of(
     texts, windows = calibration_samples(opened.tokenizer, data, samples, opened.context(context))
     opened.require_known(windows)
     blockwise = None if place.type == "cpu" else place  # in host memory the model is there as a whole anyway
-    return gather_moments(opened, texts.fingerprint, windows, out, weighting, device=blockwise, durable=durable)
+    settings: dict[str, Any] = {"device": blockwise, "durable": durable, "every": every}
+    return gather_moments(opened, texts.fingerprint, windows, out, weighting, **settings)
 
 
 def gather_moments(
@@ -113,10 +115,12 @@ def gather_moments(
     sequential: Recipe | None = None,
     device: torch.device | None = None,
     durable: bool = True,
+    every: int = WEIGHED,
 ) -> Moments:
     """Run samples, int64 [T] each, through a model in 16 bit and write the moments folder `out`.
 
-    weighting: `none`, or `fisher`, which costs a backward pass and buys a third of the divergence.
+    weighting: `none`, or `fisher`, which costs a backward pass over every so manieth sample and buys a third of the
+    divergence; tokens of the other samples count as the mean.
     memory: bytes of matrices held at once. device: go block by block, each on this device while it works; None: where
     the model is, and as a whole if its matrices fit. sequential: block by block, and each block is given what the
     blocks before it make of the samples once they are rounded by this recipe, from their own moments. durable: see
@@ -140,10 +144,10 @@ def gather_moments(
     batches = list(split_groups(model, groups, memory))
     at_once = weighting == "none" or len(batches) == 1  # else each batch would take a backward pass of its own
     if sequential is None and device is None and at_once:
-        _whole_model(model, batches, samples, weighting, keep)
+        _whole_model(model, batches, samples, weighting, keep, every)
     else:
         walk = BlockWalk(model, samples, groups, device or next(model.parameters()).device)
-        _block_by_block(walk, weighting, sequential, keep)
+        _block_by_block(walk, weighting, sequential, keep, every)
     writer.finish(
         model_fingerprint=fingerprint(checkpoint),
         data_fingerprint=data_fingerprint,
@@ -154,19 +158,21 @@ def gather_moments(
 
 
 def _whole_model(
-    model: nn.Module, batches: list[Groups], samples: list[torch.Tensor], weighting: str, keep: Keep
+    model: nn.Module, batches: list[Groups], samples: list[torch.Tensor], weighting: str, keep: Keep, every: int
 ) -> None:
     with progress("Second moments", len(batches) * len(samples)) as advance, fast_arithmetic(model):
         for batch in batches:
-            find = fisher_moments if weighting == "fisher" else observe
-            keep(batch, find(model, batch, samples, advance))
+            if weighting == "fisher":
+                keep(batch, fisher_moments(model, batch, samples, advance, every))
+            else:
+                keep(batch, observe(model, batch, samples, advance))
 
 
-def _block_by_block(walk: BlockWalk, weighting: str, sequential: Recipe | None, keep: Keep) -> None:
+def _block_by_block(walk: BlockWalk, weighting: str, sequential: Recipe | None, keep: Keep, every: int) -> None:
     total = len(walk.blocks) * len(walk.samples)
     if weighting == "fisher" and sequential is None:
         with progress("Second moments", 2 * total) as advance:
-            walk.fisher_moments(keep, advance)
+            walk.fisher_moments(keep, advance, every)
         return
     round_in_place, weights = _rounding(walk, sequential) if sequential else None, None
     if weighting == "fisher":
@@ -244,10 +250,14 @@ def split_groups(model: nn.Module, groups: Mapping[str, list[str]], memory: int)
 
 
 def fisher_moments(
-    model: nn.Module, groups: Mapping[str, list[str]], samples: list[torch.Tensor], advance: Advance
+    model: nn.Module,
+    groups: Mapping[str, list[str]],
+    samples: list[torch.Tensor],
+    advance: Advance,
+    every: int = WEIGHED,
 ) -> MomentSums:
-    """Second moments of one batch of groups, weighted: one forward and backward pass for AT_ONCE tokens of every
-    WEIGHED-th sample. Tokens of the others count as their group's mean.
+    """Second moments of one batch of groups, weighted: one forward and backward pass for AT_ONCE tokens of every so
+    manieth sample. Tokens of the others count as their group's mean.
 
     Where experts would mix their tokens, one sample at a time. No parameter gets a gradient. CheckpointError if an
     input or a gradient held NaN or Inf.
@@ -259,7 +269,7 @@ def fisher_moments(
     sums = MomentSums(groups)
     try:
         with torch.enable_grad(), TokenWeights(model, groups, sums.add) as weights:
-            for together in _stacked(samples[::WEIGHED], 1 if weights.stacks else AT_ONCE):
+            for together in _stacked(samples[::every], 1 if weights.stacks else AT_ONCE):
                 head_backward(model, together, generator)
                 weights.flush()
                 advance(len(together))
@@ -267,7 +277,7 @@ def fisher_moments(
         wake.remove()
     with Inputs(model, groups, lambda key, x: sums.add(key, x, weights.mean(key))):
         for i, sample in enumerate(samples):
-            if i % WEIGHED:
+            if i % every:
                 measuring.run_layers(model, sample)
                 advance(1)
     sums.finish()

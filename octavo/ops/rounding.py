@@ -58,7 +58,7 @@ class Compensator:
     def __init__(self, moments: MomentSource, device: torch.device | str | None = None) -> None:
         self.moments, self.device = moments, device
         self.error = self.error_nearest = 0.0
-        self._lock = Lock()
+        self._lock, self._working = Lock(), Lock()
         self._kept: OrderedDict[str, Future[Curvature]] = OrderedDict()
 
     def __call__(self, x: torch.Tensor, rule: Rule, scale: torch.Tensor | None, module: str) -> ScaledTensor:
@@ -111,13 +111,12 @@ class Compensator:
     def _alone(
         self, x: torch.Tensor, rule: Rule, scale: torch.Tensor | None, module: str, place: torch.device
     ) -> ScaledTensor:
-        curvature = self._curvature(module, place)
-        if scale is None:
-            scale = self._scale(x.to(place), rule, curvature).to(x.device)
-        here = x.to(place), curvature, scale.to(place), rule.granularity, rule.spec
-        found = compensated(*here, columns=columns_for(place))
+        with self._working:  # the threads of a conversion would hold a matrix of the GPU's memory each
+            curvature, here = self._curvature(module, place), x.to(place)
+            scale = self._scale(here, rule, curvature) if scale is None else scale.to(place)
+            found = compensated(here, curvature, scale, rule.granularity, rule.spec, columns=columns_for(place))
         self._count(found)
-        return ScaledTensor(found.codes.to(x.device), scale, rule.spec, rule.granularity)
+        return ScaledTensor(found.codes.to(x.device), scale.to(x.device), rule.spec, rule.granularity)
 
     def _count(self, found: Rounded) -> None:
         with self._lock:

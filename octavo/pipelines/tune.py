@@ -111,7 +111,7 @@ class Tuning:
             return config.moments
         out = config.out / "moments"
         sizes: dict[str, Any] = {"samples": config.samples, "context": config.context, "weighting": "fisher"}
-        more: dict[str, Any] = {"device": config.device, "dtype": config.dtype}
+        more: dict[str, Any] = {"device": config.device, "dtype": config.dtype, "every": 1}
 
         def gather() -> Facts:
             return {"tokens": moments_of(self.source.folder, config.data, out, **sizes, **more).index.tokens}

@@ -142,7 +142,7 @@ def calibrate(config: CalibrateConfig) -> CalibrateReport:
     if config.moments:
         recipe = Recipe.named(config.scheme, rounding="compensated") if config.sequential else None
         settings = data.fingerprint, samples, config.moments, config.weighting
-        gather_moments(opened, *settings, sequential=recipe)
+        gather_moments(opened, *settings, sequential=recipe, every=1)
     ranked = sorted(modules, key=lambda name: modules[name].rank or 0)
     return CalibrateReport(
         out=config.out,

@@ -21,6 +21,7 @@ from octavo.base.log import logger, progress
 from octavo.base.report import Config
 from octavo.formats.recipe import Recipe
 from octavo.integrations.hub import resolve_model
+from octavo.integrations.loading import device_of
 from octavo.integrations.moments import moments_for
 from octavo.ops.rounding import SLICE as COMPENSATED_SLICE
 from octavo.ops.rounding import Compensator, round_nearest
@@ -216,7 +217,7 @@ def _convert(
     foresight: Foresight,
 ) -> ConversionSummary:
     moments = merge.moments if recipe.compensated else None
-    solve = Compensator(moments, config.device) if moments else None
+    solve = Compensator(moments, device_of(config.device)) if moments else None
     with progress("Exporting", source.nbytes, unit="bytes") as advance:
         return convert_checkpoint(
             source,

@@ -16,6 +16,7 @@ from octavo.formats.recipe import ACTIVATIONS, PRESETS, Recipe
 from octavo.formats.rule import ROUNDINGS
 from octavo.formats.scale import SCALE_FORMATS, SCALE_METHODS
 from octavo.integrations.hub import resolve_model
+from octavo.integrations.loading import device_of
 from octavo.integrations.moments import moments_for
 from octavo.ops.rounding import SLICE as COMPENSATED_SLICE
 from octavo.ops.rounding import Compensator, round_nearest
@@ -141,7 +142,7 @@ def quantize_checkpoint(config: QuantizeConfig) -> QuantizeReport:
     scales = Scales.load(config.scales, model=source) if config.scales else None
     foresight = Foresight(source)
     with _moments(config, source) as moments:
-        solve = Compensator(moments, config.device) if moments else None
+        solve = Compensator(moments, device_of(config.device)) if moments else None
         with progress(f"Quantizing {source.folder.name}", source.nbytes, unit="bytes") as advance:
             if config.fp8_input == "relayout":
                 summary = relayout(

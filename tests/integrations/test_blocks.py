@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from octavo.base.errors import CheckpointError, DataError
-from octavo.integrations import blocks, moments
+from octavo.integrations import blocks
 from octavo.integrations.blocks import BlockWalk, blocks_of
 from octavo.integrations.moments import fisher_moments, observe, watched_groups
 from octavo.modules.moments import fast_products
@@ -61,15 +61,13 @@ def moments_of(walk, weights=None, change=lambda name, weight: None, sequential=
 
 @pytest.mark.parametrize("weighed", [1, 2], ids=["all samples weighed", "every other one"])
 def test_the_whole_model_at_once_gives_the_same(model, monkeypatch, weighed):
-    monkeypatch.setattr(blocks, "WEIGHED", weighed)
-    monkeypatch.setattr(moments, "WEIGHED", weighed)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)  # BF16 rounds other shapes otherwise
     before = {name: p.clone() for name, p in model.named_parameters()}
     groups = watched_groups(model)
     walk = BlockWalk(model, samples(), groups, CPU)
-    wanted = fisher_moments(model, groups, samples(), nothing)
+    wanted = fisher_moments(model, groups, samples(), nothing, weighed)
     in_one_go = {}
-    walk.fisher_moments(lambda _, seen: in_one_go.update(seen.matrices), nothing)
+    walk.fisher_moments(lambda _, seen: in_one_go.update(seen.matrices), nothing, weighed)
     later = [moments_of(walk, walk.token_weights(nothing))] if weighed == 1 else []
     for found in (in_one_go, *later):
         assert found.keys() == wanted.matrices.keys()

@@ -60,18 +60,21 @@ def test_lower_output_error(tiny_llama_128, data, tmp_path, scheme):
     assert not list(tmp_path.glob(".octavo-moments*")), "the moments were temporary"
 
 
-def test_moments_of_calibrate_give_the_same_codes_each_time(tiny_llama, data, tmp_path):
+def test_the_same_codes_each_time(tiny_llama, data, tmp_path):
+    """From moments of calibrate, which weighs every sample, and from data, of which every fourth one is weighed."""
     settings = {"samples": 8, "context": 64, "channels": False}
-    out = tmp_path / "m"
+    out, few = tmp_path / "m", tmp_path / "few"
     calibrate(CalibrateConfig(model=str(tiny_llama), data=str(data), out=tmp_path / "s.json", moments=out, **settings))
     assert Moments.open(out, model=tiny_llama).index.weighting == "fisher"
+    moments_of(tiny_llama, str(data), few, samples=8, context=64, weighting="fisher")
     for name in ("a", "b"):
         quantize_checkpoint(config(tiny_llama, tmp_path / name, moments=out))
     quantize_checkpoint(config(tiny_llama, tmp_path / "c", data=str(data)))
-    a, b, c = (Checkpoint.open(tmp_path / name) for name in "abc")
+    quantize_checkpoint(config(tiny_llama, tmp_path / "d", moments=few))
+    a, b, c, d = (Checkpoint.open(tmp_path / name) for name in "abcd")
     for name in a.names():
         assert torch.equal(a.get(name).view(torch.uint8), b.get(name).view(torch.uint8)), name
-        assert torch.equal(a.get(name).view(torch.uint8), c.get(name).view(torch.uint8)), name
+        assert torch.equal(c.get(name).view(torch.uint8), d.get(name).view(torch.uint8)), name
 
 
 @pytest.mark.parametrize("scheme", ["channel", "block128"])
