@@ -85,7 +85,7 @@ def encode_downs(adapters: Sequence[torch.Tensor], scalings: Sequence[float]) ->
     factors = [np.float32(s) for s in (*scalings, 0.0, 0.0)][:3]
     sizes = np.int32(ends[0]), np.int32(ends[min(1, len(ends) - 1)]), np.int32(rank), np.int32(k)
     grid = (rank + room - TERMS * rank,)
-    loader.launch(loader.Variant("downs.cu", ()), grid, 256, (*masters, codes, unit, *factors, *sizes), codes)
+    loader.launch(loader.Variant("downs.cu", ()), grid, 256, (*masters, codes, unit, *factors, *sizes), codes, True)
     return Downs(codes, unit)
 
 
@@ -137,7 +137,7 @@ def extended(w: ScaledTensor, b: torch.Tensor, begin: int, downs: Downs) -> Scal
     sizes = (np.int32(size) for size in (n, k, rank, begin, downs.rank, downs.room))
     arguments = w.codes, w.scale, master(b), downs.unit, codes, scale, np.float32(columns), *sizes
     variant = loader.Variant("ups.cu", (("BLOCKS", int(blocks)),))
-    loader.launch(variant, (-(-n // WARPS),), 32 * WARPS, arguments, codes)
+    loader.launch(variant, (-(-n // WARPS),), 32 * WARPS, arguments, codes, True)
     return ScaledTensor(codes, scale, E4M3, w.granularity)
 
 
@@ -188,7 +188,7 @@ def _append(q: ScaledTensor, low: torch.Tensor, downs: Downs, kept: torch.Tensor
         sizes = (np.int32(size) for size in (k, rank, room, low.stride(0)))
         strides = np.int64(codes.stride(0)), np.int64(scale.stride(1))
         arguments = low, downs.unit, codes, scale, kept, np.float32(columns), np.int64(m), *sizes, *strides
-        loader.launch(variant, (-(-m // WARPS),), 32 * WARPS, arguments, low)
+        loader.launch(variant, (-(-m // WARPS),), 32 * WARPS, arguments, low, True)
     return ScaledTensor(codes, scale, E4M3, q.granularity)
 
 

@@ -52,7 +52,7 @@ def over_tokens(low: torch.Tensor, q: ScaledTensor) -> torch.Tensor:
         arguments = q.codes, q.scale, low[:, begin:], part, np.int64(m), np.int32(k), np.int32(part.shape[1]), *strides
         arguments = *arguments, np.int32(chunk)
         variant = loader.Variant("over_tokens.cu", tuple(defines.items()))
-        loader.launch(variant, (columns, chunks), 128, arguments, low)
+        loader.launch(variant, (columns, chunks), 128, arguments, low, True)
         if part is not sums:
             sums[:, begin : begin + MOST_RANKS] = part
     return sums
@@ -75,7 +75,7 @@ def over_output(dy: torch.Tensor, low: torch.Tensor, b: torch.Tensor, into: torc
     stages = 4 * ranks
     variant = loader.Variant("low_gradients.cu", (("RANKS", ranks), ("STAGES", stages)), stages * 2 * STRIP * TOKENS)
     sizes = np.int64(m), np.int32(n), np.int32(rank), np.int64(low.stride(0)), np.int32(chunk)
-    loader.launch(variant, (strips, len(db)), 256, (dy, master(b), low, du, db, *sizes), dy)
+    loader.launch(variant, (strips, len(db)), 256, (dy, master(b), low, du, db, *sizes), dy, True)
     return add_parts(db, rank, others=(du, into))
 
 
@@ -106,5 +106,5 @@ def add_parts(
     more = np.int32(beside), np.int64(rows), np.int64(narrow.stride(0) if narrow is not None else 0)
     arguments = parts, to, *sizes, other, narrow, *more, np.int32(columns), np.int32(pitch)
     grid = (-(-(m + rows) * -(-columns // 4) // 256),)
-    loader.launch(loader.Variant("sum_parts.cu", ()), grid, 256, arguments, to)
+    loader.launch(loader.Variant("sum_parts.cu", ()), grid, 256, arguments, to, True)
     return to

@@ -85,7 +85,7 @@ def norm_backward(
     }
     if dy.numel():
         arguments = dy, source, scale, weight, rstd, residual, dx, np.int32(k), np.int64(source.stride(0))
-        loader.launch(loader.Variant("norm.cu", tuple(defines.items())), (m,), block.threads, arguments, dy)
+        loader.launch(loader.Variant("norm.cu", tuple(defines.items())), (m,), block.threads, arguments, dy, True)
     return dx
 
 
@@ -102,9 +102,9 @@ def gated(
         return _with_room(first, spare), second, third
     m, k = gate.shape
     codes = [native.roomy_codes(m, k, room, gate.device) for room in (spare, 0, 0)]
-    scale = torch.ones((3, m, 1), device=gate.device)
-    if gate.numel():
-        outputs = (part for i in range(3) for part in (codes[i], scale[i]))
+    scale = torch.empty((3, m, 1), device=gate.device)
+    outputs = (part for i in range(3) for part in (codes[i], scale[i]))
+    if m:
         _launch_gated((gate, up, *outputs), gate, activation, k + spare, backward=False)
     first, second, third = (ScaledTensor(codes[i], scale[i], E4M3, PerRow()) for i in range(3))
     return first, second, third
@@ -130,11 +130,11 @@ def gated_backward(
     dgate, dup = dh if reuse else torch.empty_like(dh), torch.empty_like(dh)
     q = ScaledTensor(
         native.roomy_codes(m, 2 * k, spare, dh.device),
-        torch.ones((m, 1), device=dh.device),
+        torch.empty((m, 1), device=dh.device),
         E4M3,
         PerRow(),
     )
-    if dh.numel():
+    if m:
         read = dh, gate.codes, gate.scale, up.codes, up.scale, columns
         _launch_gated((*read, dgate, dup, q.codes, q.scale), dh, activation, 2 * k + spare, backward=True)
     return dgate, dup, q
@@ -199,4 +199,4 @@ def _launch_gated(
     }
     variant = loader.Variant("gated.cu", tuple(defines.items()), block.shared_bytes(2))
     arguments = *tensors, np.int64(m), np.int32(k), np.int64(pitch)
-    loader.launch(variant, block.grid(m, multiprocessors), block.threads, arguments, x)
+    loader.launch(variant, block.grid(m, multiprocessors), block.threads, arguments, x, True)

@@ -55,7 +55,7 @@ def quantize_tokens(
     arguments = *three, columns, q.codes, q.scale, root, *sizes, np.int64(k + spare), np.int64(m), *strides
     if m:
         variant = loader.Variant("groups.cu", tuple(defines.items()))
-        loader.launch(variant, (m,), block.threads, arguments, parts[0])
+        loader.launch(variant, (m,), block.threads, arguments, parts[0], True)
     return q, root
 
 
@@ -135,4 +135,4 @@ def _launch_gated(
     }
     variant = loader.Variant("gated_groups.cu", tuple(defines.items()))
     grid = (m * -(-k // (8 * THREADS)),)
-    loader.launch(variant, grid, THREADS, (*arguments, np.int64(m), np.int32(k), np.int64(pitch)), x)
+    loader.launch(variant, grid, THREADS, (*arguments, np.int64(m), np.int32(k), np.int64(pitch)), x, True)

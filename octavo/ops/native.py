@@ -109,7 +109,7 @@ def transposed(*codes: torch.Tensor) -> torch.Tensor:
     sizes = [np.int32(end) for end in (*ends, *[ends[-1]] * 3)[:4]]
     grid = -(-max(part.shape[0] for part in codes) // 128), -(-k // 128), len(codes)
     loader.launch(
-        loader.Variant("transpose.cu", ()), grid, 256, (*four, out, *sizes, np.int32(k), np.int64(ends[-1])), out
+        loader.Variant("transpose.cu", ()), grid, 256, (*four, out, *sizes, np.int32(k), np.int64(ends[-1])), out, True
     )
     return out
 
@@ -158,7 +158,7 @@ def quantize_tokens(
     arguments = (*three, columns, codes, scale, rstd, *sizes, *shape, *strides, total)
     variant = loader.Variant("quantize.cu", tuple(defines.items()), block.shared_bytes(1 if delta is None else 2))
     grid = block.grid(m, loader.limits(device)[0])
-    loader.launch(variant, grid, block.threads, arguments, parts[0])
+    loader.launch(variant, grid, block.threads, arguments, parts[0], True)
     return q, rstd
 
 
@@ -187,7 +187,7 @@ def _quantize(
     if not codes.numel():
         return ScaledTensor(codes, scale.fill_(1.0), rule.spec, rule.granularity)
     sizes = np.int64(m), np.int32(k), np.int64(x.stride(0)), *(np.int64(stride) for stride in scale.stride())
-    loader.launch(variant, block.grid(m, k), block.threads, (x, columns, codes, scale, *sizes), x)
+    loader.launch(variant, block.grid(m, k), block.threads, (x, columns, codes, scale, *sizes), x, True)
     return ScaledTensor(codes, scale, rule.spec, rule.granularity)
 
 

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 
 from octavo.kernels.cuda import loader
@@ -15,10 +17,10 @@ def host_folder(tmp_path_factory):
 @pytest.fixture
 def on_host(host_folder, monkeypatch):
     """Backends launch on the emulator."""
-    monkeypatch.setattr(
-        loader,
-        "launch",
-        lambda variant, grid, threads, arguments, x, overlap=False: host.launch(
-            host_folder, variant, grid, threads, arguments
-        ),
-    )
+
+    def launch(variant, grid, threads, arguments, x, overlap=False):
+        waits = re.search(r"(wait_for|end_of)_previous_kernel\(\);", (loader.SOURCES / variant.source).read_text())
+        assert waits or not overlap, f"{variant} may start before what it reads is written"
+        host.launch(host_folder, variant, grid, threads, arguments)
+
+    monkeypatch.setattr(loader, "launch", launch)

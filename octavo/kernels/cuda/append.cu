@@ -15,6 +15,7 @@ DEVICE u16 rounded(float value) { return X_BF16 ? bf16_of_float(value) : fp16_of
 KERNEL(256, 1)
 NAME(const u16* low, const float* unit, u8* codes, float* scale, u16* kept, float range, i64 M, int K, int R, int room,
      int low_pitch, i64 pitch, i64 group_stride) {
+    wait_for_previous_kernel();
     const i64 token = i64(blockIdx.x) * 8 + threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
     if (token >= M) return;

@@ -10,6 +10,7 @@
 KERNEL(THREADS, 1)
 NAME(const float* first, const float* second, const float* third, u8* codes, float* unit, float first_scaling,
      float second_scaling, float third_scaling, int first_end, int second_end, int R, int K) {
+    wait_for_previous_kernel();
     SHARED float amax_of_warp[THREADS / 32];
     const int j = blockIdx.x;
     if (j >= R) {

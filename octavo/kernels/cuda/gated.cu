@@ -25,6 +25,7 @@
 KERNEL(THREADS, BLOCKS)
 NAME(const u16* dh, const u8* gate, const float* gate_scale, const u8* up, const float* up_scale, const float* columns,
      u16* dgate, u16* dup, u8* codes, float* scale, i64 M, int K, i64 pitch) {
+    wait_for_previous_kernel();
     SHARED u32 amax_of_warp[2][WARPS], rare[WARPS];
     DYNAMIC_SHARED(staged);
     const auto column = [](int r) { return (r * THREADS + int(threadIdx.x)) * 8; };
@@ -135,6 +136,7 @@ NAME(const u16* dh, const u8* gate, const float* gate_scale, const u8* up, const
 KERNEL(THREADS, BLOCKS)
 NAME(const u16* gate, const u16* up, u8* codes, float* scale, u8* gate_codes, float* gate_scale, u8* up_codes,
      float* up_scale, i64 M, int K, i64 pitch) {
+    wait_for_previous_kernel();
     SHARED u32 amax_of_warp[3][WARPS], rare[WARPS];
     const i64 row = blockIdx.x;
     const auto column = [](int r) { return (r * THREADS + int(threadIdx.x)) * 8; };

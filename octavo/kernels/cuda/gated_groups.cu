@@ -11,6 +11,7 @@
 KERNEL(THREADS, 1)
 NAME(const u16* dh, const u8* gate, const float* gate_scale, const u8* up, const float* up_scale, u16* dgate, u16* dup,
      u8* codes, float* scale, i64 M, int K, i64 pitch) {
+    wait_for_previous_kernel();
     const int blocks = (K / 8 + THREADS - 1) / THREADS, k = (int(blockIdx.x) % blocks * THREADS + int(threadIdx.x)) * 8;
     const i64 row = blockIdx.x / blocks, place = row * K + k;
     const bool inside = k < K;
@@ -35,6 +36,7 @@ NAME(const u16* dh, const u8* gate, const float* gate_scale, const u8* up, const
 KERNEL(THREADS, 1)
 NAME(const u16* gate, const u16* up, u8* codes, float* scale, u8* gate_codes, float* gate_scale, u8* up_codes,
      float* up_scale, i64 M, int K, i64 pitch) {
+    wait_for_previous_kernel();
     const int blocks = (K / 8 + THREADS - 1) / THREADS, k = (int(blockIdx.x) % blocks * THREADS + int(threadIdx.x)) * 8;
     const i64 row = blockIdx.x / blocks, place = row * K + k;
     const bool inside = k < K;

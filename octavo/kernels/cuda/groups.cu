@@ -11,6 +11,7 @@ KERNEL(THREADS, 1)
 NAME(const u16* x, const u16* second, const u16* third, const float* columns, u8* codes, float* scale, float* rstd,
      float epsilon, int first_end, int second_end, int K, i64 pitch, i64 group_stride, i64 x_stride, i64 second_stride,
      i64 third_stride) {
+    wait_for_previous_kernel();
     SHARED float sum_of_warp[WARPS];
     const i64 row = blockIdx.x;
     uint4 loaded[ROUNDS];

@@ -21,6 +21,7 @@ DEVICE int swizzled(int row, int column) { return column ^ (row & 2) << 2; }
 
 KERNEL(32 * WARPS, 3 - RANKS)
 NAME(const u16* dy, const float* b, const u16* low, float* du, float* db, i64 M, int N, int r, i64 low_pitch, int chunk) {
+    wait_for_previous_kernel();
     DYNAMIC_SHARED(staged);
     SHARED float of_warp[2][WARPS][TOKENS][WIDTH];
     SHARED uint4 lows_of[2][TOKENS * LOW_PITCH / 8];

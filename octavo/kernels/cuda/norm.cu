@@ -19,6 +19,7 @@ typedef uint4 Loaded;
 KERNEL(THREADS, 1)
 NAME(const u16* dy, const Input* x, const float* scale, const float* weight, const float* rstd, const u16* residual,
      u16* dx, int K, i64 pitch) {
+    wait_for_previous_kernel();
     SHARED float sum_of_warp[WARPS];
     const i64 row = blockIdx.x;
     const auto column = [](int r) { return (r * THREADS + int(threadIdx.x)) * 8; };

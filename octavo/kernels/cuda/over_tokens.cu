@@ -52,6 +52,7 @@ DEVICE void turn(u32 (&w)[4]) {
 KERNEL(THREADS, 1)
 NAME(const u8* codes, const float* scale, const u16* low, float* sums, i64 M, int K, int R, i64 pitch, i64 low_pitch,
      i64 group_stride, int chunk) {
+    wait_for_previous_kernel();
     SHARED u16 turned[SETS][16 * RANKS][PITCH];  // low times scale, tokens along a row
     const int set = GROUPED ? threadIdx.x / 64 : 0;
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;

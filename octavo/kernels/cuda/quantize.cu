@@ -20,6 +20,7 @@
 KERNEL(THREADS, 1)
 NAME(const u16* x, const float* columns, u8* codes, float* scale, i64 M, int K, i64 x_stride, i64 row_stride,
      i64 group_stride) {
+    wait_for_previous_kernel();
     SHARED float found[THREADS / 16][ROUNDS];
     const int groups = (K + 127) / 128, lane = threadIdx.x % 16;
     const int group = blockIdx.y * (THREADS / 16) + threadIdx.x / 16, k = group * 128 + lane * 8;
@@ -73,6 +74,7 @@ KERNEL(THREADS, BLOCKS)
 NAME(const u16* x, const u16* second, const u16* third, const float* columns, u8* codes, float* scale, float* rstd,
      float epsilon, int first_end, int second_end, i64 M, int K, i64 pitch, i64 x_stride, i64 second_stride,
      i64 third_stride, u16* total) {
+    wait_for_previous_kernel();
     SHARED u32 amax_of_warp[2][WARPS], rare[WARPS];
     SHARED float sum_of_warp[2][WARPS];
     DYNAMIC_SHARED(staged);

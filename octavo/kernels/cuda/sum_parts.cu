@@ -6,6 +6,7 @@
 KERNEL(256, 1)
 NAME(const float* from, float* to, float factor, int P, i64 M, const float* other, u16* narrow, int Q, i64 L,
      i64 to_pitch, int N, int pitch) {
+    wait_for_previous_kernel();
     const int fours = (N + 3) / 4;
     const i64 at = i64(blockIdx.x) * 256 + threadIdx.x, line = at / fours;
     const int column = int(at % fours) * 4;

@@ -14,6 +14,7 @@ DEVICE int swizzled(int row, int word) { return row * (TILE / 4) + (word ^ (row 
 KERNEL(256, 1)
 NAME(const u8* first, const u8* second, const u8* third, const u8* fourth, u8* to, int end0, int end1, int end2,
      int end3, int K, i64 pitch) {
+    wait_for_previous_kernel();
     SHARED u32 tile[TILE * TILE / 4];
     const int which = blockIdx.z, begin = which == 0 ? 0 : which == 1 ? end0 : which == 2 ? end1 : end2;
     const int N = (which == 0 ? end0 : which == 1 ? end1 : which == 2 ? end2 : end3) - begin;

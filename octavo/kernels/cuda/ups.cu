@@ -17,6 +17,7 @@ DEVICE void store_terms(u8* columns, int R, float value) {
 KERNEL(256, 1)
 NAME(const u8* from, const float* scale, const float* b, const float* unit, u8* to, float* to_scale, float range, int N,
      int K, int r, int begin, int R, int room) {
+    wait_for_previous_kernel();
     const int n = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
 #if BLOCKS
     SHARED float largest_of[8];
