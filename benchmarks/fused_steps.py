@@ -28,6 +28,7 @@ from octavo.ops import adapter_columns, adapter_gradients, fused, groups, native
 from octavo.workflows.measures.timing import graph_milliseconds
 
 HIDDEN, INNER, HEADS = 4096, 14336, 1024
+LARGE = ((8192, 8192, 8192), (16384, 6144, 4096), (16384, 28672, 4096), (16384, 4096, 14336))  # tokens, N, K
 GROUP = Rule(E4M3, PerGroup(128))
 
 
@@ -179,7 +180,7 @@ def tensor_mm(a: ScaledTensor, w: ScaledTensor, one: torch.Tensor) -> torch.Tens
 
 def large_products(show: Callable[..., None], m: int) -> None:
     """The four large shapes, FP8 by row and by block, and bfloat16; m is not asked for."""
-    for tokens, n, k in ((8192, 8192, 8192), (16384, 6144, 4096), (16384, 28672, 4096), (16384, 4096, 14336)):
+    for tokens, n, k in LARGE:
         left, right, flops, name = normal(tokens, k), normal(n, k), 2 * tokens * n * k, f"{tokens}x{n}x{k}"
         a, w = native.quantize_tokens(left)[0], native.quantize_tokens(right)[0]
         for fast, sums in ((True, "short"), (False, "long")):
@@ -187,6 +188,25 @@ def large_products(show: Callable[..., None], m: int) -> None:
         grouped, blocks = groups.quantize_tokens(left)[0], quantize_ref(right.float(), E4M3, groups.BLOCK)
         show(f"by block {name}", lambda a=grouped, w=blocks: groups.product(a, w, torch.bfloat16), flops=flops)
         show(f"bfloat16 {name}", lambda left=left, right=right: left @ right.mT, flops=flops)
+
+
+def block_splits(show: Callable[..., None], m: int) -> None:
+    """The four large shapes by block, cut along tokens or outputs: do whole waves of tiles pay for more launches?"""
+    for tokens, n, k in LARGE:
+        left, right, flops = normal(tokens, k), normal(n, k), 2 * tokens * n * k
+        a, w = groups.quantize_tokens(left)[0], quantize_ref(right.float(), E4M3, groups.BLOCK)
+        del left, right
+        for along_tokens, along_outputs in ((1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (1, 4), (1, 7), (1, 8), (2, 2)):
+            if n % (128 * along_outputs):
+                continue
+            parts = [
+                (ScaledTensor(x, xs, E4M3, groups.GROUP), ScaledTensor(y, ys, E4M3, groups.BLOCK))
+                for x, xs in zip(a.codes.chunk(along_tokens), a.scale.chunk(along_tokens), strict=True)
+                for y, ys in zip(w.codes.chunk(along_outputs), w.scale.chunk(along_outputs), strict=True)
+            ]
+            parts = [(ScaledTensor(a.codes, a.scale.mT.contiguous().mT, E4M3, groups.GROUP), w) for a, w in parts]
+            every = lambda parts=parts: [groups.product(a, w, torch.bfloat16) for a, w in parts]  # noqa: E731
+            show(f"by block {tokens}x{n}x{k}, in {along_tokens} x {along_outputs}", every, flops=flops)
 
 
 def attention_backends(show: Callable[..., None], m: int) -> None:
@@ -225,6 +245,7 @@ PARTS = {
     "groups": group_kernels,
     "products": all_products,
     "large": large_products,
+    "splits": block_splits,
 }
 
 if __name__ == "__main__":

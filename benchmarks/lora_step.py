@@ -1,7 +1,7 @@
 """A LoRA step over a Llama-3.1 shape with random weights on one GPU: a line a variant, then JSON.
 
-    python benchmarks/lora_step.py [--shape 8b|70b] [--only NAME ...] [--layers N] [--steps 5] [--profile] [--out FILE]
-        [--traces FOLDER] [--attention NAME]
+    python benchmarks/lora_step.py [--shape 8b|70b] [--only NAME[:ATTENTION] ...] [--layers N] [--steps 5] [--profile]
+        [--out FILE] [--traces FOLDER] [--attention NAME]
 
 r=16 on all seven linears, sequence 4096, fused AdamW over float32 adapters, bfloat16 autocast, SDPA. Rivals in the same
 run: stock Transformers + PEFT, which multiplies float32 adapters in float32 (or under autocast), and the best BF16 we
@@ -13,7 +13,7 @@ between the first and the last kernel of a step in which one runs. --profile pri
 which kernels it has nothing to do, and what the host does (--traces FOLDER: as JSON for Perfetto).
 
 Random weights have the speed of trained ones. 70b: 80 layers, made as random codes, since their BF16 would not fit;
-every, every fourth or no layer runs again in backward.
+every, every fourth or no layer runs again in backward; fused-half: every second.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -37,6 +38,7 @@ import torch
 from peft import LoraConfig
 from peft import get_peft_model as plain_peft
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -62,6 +64,7 @@ class Variant:
     )
     micro: int  # sequences a step
     checkpointing: int = 0  # every n-th layer is run again in backward; 0: none
+    selective: bool = False  # not its attention, where that is one of torch's
     liger: bool = True
     fused: bool = False
     compiled: bool = False
@@ -70,7 +73,7 @@ class Variant:
 
     def __str__(self) -> str:
         parts = [self.base, f"{self.micro}x{SEQUENCE}"]
-        names = ("checkpointing", "liger", "fused", "compiled", "wide_adapters", "autocast")
+        names = ("checkpointing", "selective", "liger", "fused", "compiled", "wide_adapters", "autocast")
         parts += [name for name in names if getattr(self, name)]
         return " ".join(parts + ([f"every {self.checkpointing}"] if self.checkpointing > 1 else []))
 
@@ -84,6 +87,8 @@ VARIANTS = {
     "fused-1": Variant("channel", 1, fused=True),
     "fused-2": Variant("channel", 2, fused=True),
     "fused-4": Variant("channel", 4, fused=True),
+    "fused-half": Variant("channel", 4, fused=True, checkpointing=2),
+    "fused-selective": Variant("channel", 4, fused=True, checkpointing=1, selective=True),
     "fused-full": Variant("channel", 4, fused=True, checkpointing=1),
     "block-2": Variant("block128", 2, fused=True),
     "block-4": Variant("block128", 4, fused=True),
@@ -121,13 +126,21 @@ def build(variant: Variant, shape: str, layers: int | None, attention: str) -> n
                 module.to_rows()
         model = adapt(model, lora)
     if variant.checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        ways = {"context_fn": partial(create_selective_checkpoint_contexts, policy)} if variant.selective else {}
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, **ways})
         model.enable_input_require_grads()
     for i, layer in enumerate(model.base_model.model.model.layers):
         layer.gradient_checkpointing = variant.checkpointing > 0 and i % variant.checkpointing == 0
         if variant.compiled:
             layer.compile()
     return model.train()
+
+
+def policy(context: object, op: object, *args: object, **options: object) -> CheckpointPolicy:
+    """Keeps what attention returns, and runs the rest again."""
+    kept = torch.ops.aten._scaled_dot_product_cudnn_attention, torch.ops.aten._scaled_dot_product_flash_attention
+    save = op in [packet.default for packet in kept]
+    return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @torch.no_grad()
@@ -150,17 +163,18 @@ def fill(model: nn.Module, device: str) -> None:
         model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
 
 
-def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
+def run(asked: str, args: argparse.Namespace) -> dict[str, Any]:
     shape, layers, steps, profile, traces = args.shape, args.layers, args.steps, args.profile, args.traces
-    variant = SHAPES[shape][name]
+    name, _, attention = asked.partition(":")
+    variant, attention = SHAPES[shape][name], attention or args.attention
     gc.collect()
     torch.cuda.empty_cache()
     torch._dynamo.reset()
     torch.manual_seed(0)
-    row: dict[str, Any] = {"variant": f"{variant} {args.attention}"}
+    row: dict[str, Any] = {"variant": f"{variant} {attention}"}
     try:
         started = time.perf_counter()
-        model = build(variant, shape, layers, args.attention)
+        model = build(variant, shape, layers, attention)
         gc.collect()
         torch.cuda.empty_cache()
         row["resident_gib"] = torch.cuda.memory_allocated() / GIB
@@ -313,7 +327,8 @@ def host_profile(step: Callable[[], object], trace: Path | None) -> dict[str, fl
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="8b", choices=list(SHAPES))
-    parser.add_argument("--only", nargs="*", choices=[*VARIANTS, *LARGE], help="default: all of the shape")
+    names = ", ".join([*VARIANTS, *LARGE])
+    parser.add_argument("--only", nargs="*", metavar="NAME[:ATTENTION]", help=f"default: all of the shape; {names}")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--profile", action="store_true")
@@ -323,8 +338,10 @@ def main() -> int:
     args = parser.parse_args()
     report: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": []}
     variants = SHAPES[args.shape]
-    for name in args.only or variants:
-        report["rows"].append(run(name, args))
+    if unknown := [asked for asked in args.only or () if asked.partition(":")[0] not in variants]:
+        parser.error(f"not of this shape: {', '.join(unknown)}")
+    for asked in args.only or variants:
+        report["rows"].append(run(asked, args))
     if args.out:
         args.out.write_text(json.dumps(report) + "\n")
     print(json.dumps(report))
