@@ -1,12 +1,13 @@
 """Products of FP8 weights with 16-bit inputs on one GPU, against BF16 cuBLAS and other packages, in one run.
 
     python benchmarks/w8a16.py [--sweep [--kinds Ring]] [--shapes 28672x4096,...] [--tokens 1,4,16]
-        [--rivals gemlite,torchao] [--out FILE]
+        [--scales row,block] [--rivals gemlite,torchao] [--out FILE]
 
 First correctness (dB against float64 products of the decoded weights), then medians of CUDA graphs whose weights are
 rotated past the L2 cache. --sweep times many plans instead of the one that plans.py takes, and prints the fastest of
-each kind. --rivals: weight-only FP8 and INT8 of these packages, which are to be installed. OCTAVO_ARCH=80 runs the code
-path of an A100.
+each kind. --rivals: weight-only FP8 and INT8 of these packages, which are to be installed; measured last, numbers of
+tokens in order. Every line is printed, and written to FILE as JSON, when it is known. OCTAVO_ARCH=80 runs the code path
+of an A100.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -54,16 +55,18 @@ FLOOR_DB = (
 SHARED_BYTES = 227 << 10
 LONG = 512  # tokens from which the GPU gets warm: the rival is timed before and after
 Product = Callable[[torch.Tensor], torch.Tensor]
+Row = dict[str, object]
 BEST = 3  # of each kind of plan, in the table of a sweep
 
 
 def few_token_plans(m: int, n: int, k: int) -> list[Plan]:
     """Tiles of w8a16_ring.cu that fit; two terms."""
     found: list[Plan] = term_blocks(m, n, k) if m > 1 else []
-    shapes = [(1, 1, 8), (1, 1, 16), (1, 2, 4), (1, 2, 8), (2, 1, 8), (2, 1, 16)]
-    for (tiles, warps_n, warps_k), depth, staged in itertools.product(shapes, (2, 3, 4, 5, 6), (0, 1)):
-        ring = Ring(tiles, -(-m // 8), warps_n, warps_k, depth, staged)
-        if ring.dynamic_bytes(m, k) <= SHARED_BYTES:
+    shapes = itertools.product([(1, 1, 8), (1, 1, 16), (1, 2, 8), (2, 1, 8)], (2, 3, 4, 5, 6), (0, 1), (0, 1))
+    for (tiles, warps_n, warps_k), depth, staged, early in shapes:
+        ring = Ring(tiles, -(-m // 8), warps_n, warps_k, depth, staged, early)
+        beside = early and (2 * (ring.dynamic_bytes(m, k) + 1024) > SHARED_BYTES + 1024 or not staged)
+        if ring.dynamic_bytes(m, k) <= SHARED_BYTES and not beside and (staged or m * k > 1 << 14):
             found.append(ring)
     return found
 
@@ -71,9 +74,9 @@ def few_token_plans(m: int, n: int, k: int) -> list[Plan]:
 def term_blocks(m: int, n: int, k: int) -> list[Plan]:
     """The tile that plans.py takes, and its neighbours."""
     best = term_block(m, n, k, Operands(), Gpu((9, 0), loader.limits(torch.device("cuda"))[0], SHARED_BYTES))
-    tiles = [(224, 64, 4), (224, 64, 5), (128, 64, 6), (224, 128, 3), (128, 128, 4)]
-    pairs = itertools.product(tiles, {1, best.splits})
-    return [best, *(TermBlock(*tile, splits=splits) for tile, splits in pairs)]
+    tiles = [(224, 64, 4), (224, 64, 5), (128, 64, 6)] if m <= 64 else [(224, 64, 4), (224, 128, 3), (128, 128, 4)]
+    every = itertools.product(tiles, {1, best.splits}, (0, 2, 4, 8))
+    return [best, *(TermBlock(*tile, splits=splits, ahead=ahead) for tile, splits, ahead in every)]
 
 
 def many_token_plans(m: int, n: int, k: int) -> list[Plan]:
@@ -152,70 +155,77 @@ def rivals(wide: list[torch.Tensor], copies: int, packages: list[str]) -> dict[s
 
 
 def measure_rivals(
-    others: dict[str, list[Product]],
-    x: torch.Tensor,
-    exact: torch.Tensor,
-    base: float,
-    rule: Rule,
-    shape: tuple[int, int],
-) -> list[dict[str, object]]:
+    packages: list[str], wide: list[torch.Tensor], copies: int, tokens: list[int], bases: dict[int, float]
+) -> Iterator[Row]:
     """Their rows; one that fails says so and is left out."""
-    found = []
-    for name, calls in others.items():
+    rule = Rule(granularity=PerRow())
+    others = rivals(wide, copies, packages)
+    for m, (name, calls) in itertools.product(tokens, others.items()):
+        x = inputs(m, wide[0].shape[1])
         try:
-            db = sqnr_db(calls[0](x), exact)
+            db = sqnr_db(calls[0](x), x.double() @ wide[0].double().mT)
             took = graph_milliseconds([partial(call, x) for call in calls], rounds=30)
         except Exception as error:  # another package's: a row less
-            print(f"{name}, M={len(x)}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+            print(f"{name}, M={m}: {type(error).__name__}: {str(error)[:200]}", flush=True)
             continue
-        found.append(row(name, rule, len(x), *shape, took, base, db, ""))
-    return found
+        yield row(name, rule, m, *wide[0].shape, took, bases[m], db, "of the weight before it was rounded")
 
 
-def run(
-    n: int, k: int, tokens: list[int], sweep: bool, seconds: float, kinds: list[str], packages: list[str]
-) -> list[dict[str, object]]:
+def inputs(m: int, k: int) -> torch.Tensor:
+    return torch.randn(m, k, generator=torch.Generator("cuda").manual_seed(m), device="cuda", dtype=torch.bfloat16)
+
+
+def run(n: int, k: int, args: argparse.Namespace) -> Iterator[Row]:
     generator = torch.Generator("cuda").manual_seed(0)
     w = torch.randn(n, k, generator=generator, device="cuda", dtype=torch.bfloat16) * 0.02
     copies = max(2, FLUSH_BYTES // (n * k))
     wide = [w.clone() for _ in range(max(2, copies // 2))]
-    rows, wrong = [], []
-    for granularity in (PerRow(),) if sweep else (PerRow(), PerBlock(128, 128)):
+    bases: dict[int, float] = {}
+    for granularity in [{"row": PerRow(), "block": PerBlock(128, 128)}[name] for name in args.scales]:
         rule = Rule(granularity=granularity)
         weights = [quantize(w, rule) for _ in range(copies)]
-        others = rivals(wide, copies, packages) if isinstance(rule.granularity, PerRow) else {}
-        for m in tokens:
-            x = torch.randn(m, k, generator=generator, device="cuda", dtype=torch.bfloat16)
-            exact = x.double() @ dequantize_ref(weights[0]).double().mT
-            baseline = partial(milliseconds, lambda copy, x=x: torch.mm(x, copy.mT), wide)
-            base = baseline()
-            rows.append(row("BF16 cuBLAS", rule, m, n, k, base, base, sqnr_db(torch.mm(x, w.mT), exact), ""))
-            plans = [w8a16.plan_for(x, weights[0])]
-            if sweep:
-                every = few_token_plans(m, n, k) if m <= 16 else many_token_plans(m, n, k)
-                plans = compiled([p for p in every if not kinds or type(p).__name__ in kinds], x, weights[0])
-            found = []
-            random.Random(0).shuffle(plans)  # so that whatever the time allows is a fair part
-            began = time.monotonic()
-            for plan in plans:
-                if time.monotonic() - began > seconds:
-                    print(f"M={m} {n}x{k}: {len(found)} of {len(plans)} plans in {seconds} s", flush=True)
-                    break
-                db = sqnr_db(w8a16.product(x, weights[0], None, plan), exact)
-                if not db >= FLOOR_DB[isinstance(plan, Terms)]:
-                    wrong.append(f"M={m} {n}x{k} {rule.granularity} {plan}: {db:.1f} dB")
-                    print(f"WRONG: {wrong[-1]}", flush=True)
-                    if len(wrong) > 3:
-                        raise SystemExit("more than three kernels are wrong")
-                    continue
-                took = milliseconds(lambda q, x=x, plan=plan: w8a16.product(x, q, None, plan), weights)
-                before, base = base, baseline() if m >= LONG else base
-                found.append(row("octavo w8a16", rule, m, n, k, took, (before + base) / 2, db, str(plan)))
-            found += measure_rivals(others, x, exact, base, rule, (n, k))
-            if m > MAX_TOKENS and (not kinds or "Panels" in kinds):
-                found += run_dx(weights, wide, rule, m, sweep, generator)
-            rows += found
-    return rows
+        for m in args.tokens:
+            yield from run_tokens(m, weights, wide, rule, args, bases)
+            if m > MAX_TOKENS and (not args.kinds or "Panels" in args.kinds):
+                yield from run_dx(weights, wide, rule, m, args.sweep, generator)
+    if args.rivals:
+        yield from measure_rivals(args.rivals, wide, copies, args.tokens, bases)
+
+
+def run_tokens(
+    m: int,
+    weights: list[ScaledTensor],
+    wide: list[torch.Tensor],
+    rule: Rule,
+    args: argparse.Namespace,
+    bases: dict[int, float],
+) -> Iterator[Row]:
+    n, k = wide[0].shape
+    x = inputs(m, k)
+    exact = x.double() @ dequantize_ref(weights[0]).double().mT
+    baseline = partial(milliseconds, lambda copy: torch.mm(x, copy.mT), wide)
+    bases[m] = base = baseline()
+    yield row("BF16 cuBLAS", rule, m, n, k, base, base, sqnr_db(torch.mm(x, wide[0].mT), exact), "")
+    plans, wrong = [w8a16.plan_for(x, weights[0])], 0
+    if args.sweep:
+        every = few_token_plans(m, n, k) if m <= MAX_TOKENS else many_token_plans(m, n, k)
+        plans = compiled([p for p in every if not args.kinds or type(p).__name__ in args.kinds], x, weights[0])
+        random.Random(0).shuffle(plans)  # so that whatever the time allows is a fair part
+    began = time.monotonic()
+    for i, plan in enumerate(plans):
+        if time.monotonic() - began > args.seconds:
+            print(f"M={m} {n}x{k}: {i} of {len(plans)} plans in {args.seconds} s", flush=True)
+            break
+        db = sqnr_db(w8a16.product(x, weights[0], None, plan), exact)
+        if not db >= FLOOR_DB[isinstance(plan, Terms)]:
+            wrong += 1
+            print(f"WRONG: M={m} {n}x{k} {rule.granularity} {plan}: {db:.1f} dB", flush=True)
+            if wrong > 3:
+                raise SystemExit("more than three kernels are wrong")
+            continue
+        took = milliseconds(lambda q, plan=plan: w8a16.product(x, q, None, plan), weights)
+        before, base = base, baseline() if m >= LONG else base
+        yield row("octavo w8a16", rule, m, n, k, took, (before + base) / 2, db, str(plan))
 
 
 def run_dx(
@@ -225,42 +235,37 @@ def run_dx(
     m: int,
     sweep: bool,
     generator: torch.Generator,
-) -> list[dict[str, object]]:
+) -> Iterator[Row]:
     n, k = wide[0].shape
     grad = torch.randn(m, n, generator=generator, device="cuda", dtype=torch.bfloat16)
     baseline = partial(milliseconds, lambda copy: torch.mm(grad, copy), wide)
     base = baseline()
     exact = grad.double() @ dequantize_ref(weights[0]).double()
-    found = []
     for plan in (
         [Panels(1 << 31), *(Panels(size) for size in (1024, 2048) if size < k)] if sweep else [plan_dx(m, k, Tokens())]
     ):
         db = sqnr_db(w8a16.product_dx(grad, weights[0], plan), exact)
         took = milliseconds(lambda q, plan=plan: w8a16.product_dx(grad, q, plan), weights)
         before, base = base, baseline() if m >= LONG else base
-        found.append(row("octavo w8a16 dX", rule, m, n, k, took, (before + base) / 2, db, str(plan)))
+        yield row("octavo w8a16 dX", rule, m, n, k, took, (before + base) / 2, db, str(plan))
     if isinstance(rule.granularity, PerRow):
         took = milliseconds(lambda q: native.linear_dx(grad, q), weights)
-        found.append(
-            row("octavo native dX", rule, m, n, k, took, base, sqnr_db(native.linear_dx(grad, weights[0]), exact), "")
-        )
-    return found
+        db = sqnr_db(native.linear_dx(grad, weights[0]), exact)
+        yield row("octavo native dX", rule, m, n, k, took, base, db, "")
 
 
-def table(rows: list[dict[str, object]]) -> None:
+def table(rows: list[Row]) -> None:
     """The fastest of each kind of plan, per shape and number of tokens."""
-    kinds: dict[tuple[object, ...], list[dict[str, object]]] = {}
+    kinds: dict[tuple[object, ...], list[Row]] = {}
     for r in rows:
         kind = str(r["note"]).split("(")[0]
         kinds.setdefault((r["scales"], r["n"], r["k"], r["m"], r["what"], kind), []).append(r)
     for group in kinds.values():
         for r in sorted(group, key=lambda r: r["us"])[:BEST]:  # type: ignore[arg-type, return-value]
-            print(line(r))
+            print(line(r), flush=True)
 
 
-def row(
-    name: str, rule: Rule, m: int, n: int, k: int, took: float, base: float, db: float, note: str
-) -> dict[str, object]:
+def row(name: str, rule: Rule, m: int, n: int, k: int, took: float, base: float, db: float, note: str) -> Row:
     return {
         "what": name,
         "scales": str(rule.granularity),
@@ -275,36 +280,46 @@ def row(
     }
 
 
-def line(r: dict[str, object]) -> str:
+def line(r: Row) -> str:
     size = f"{r['n']}x{r['k']} M={r['m']}"
     figures = f"{r['us']:>9} us {r['speedup']:>6} x {r['tb_s']:>6} TB/s {r['db']:>5} dB"
     return f"{r['what']:<16} {r['scales']:<12} {size:<19} {figures}  {r['note']}"
 
 
+def names(text: str) -> list[str]:
+    return text.split(",")
+
+
+def numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=SHAPES)
-    parser.add_argument("--tokens", default="1,4,8,16,64,256,2048,4096,8192")
+    parser.add_argument("--tokens", type=numbers, default="1,4,8,16,64,256,2048,4096,8192")
+    parser.add_argument("--scales", type=names, default="row,block")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--seconds", type=float, default=60.0, help="for the plans of one shape and number of tokens")
-    parser.add_argument("--kinds", type=lambda text: text.split(","), default=[], help="of plans in a sweep, e.g. Ring")
-    parser.add_argument("--rivals", type=lambda text: text.split(","), default=[], help="gemlite, torchao")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--kinds", type=names, default=[], help="of plans in a sweep, e.g. Ring")
+    parser.add_argument("--rivals", type=names, default=[], help="gemlite, torchao")
+    parser.add_argument("--out", type=Path, default=Path(os.devnull))
     args = parser.parse_args()
     gc.freeze()  # captures collect: what was imported need not be looked at each time
     print(f"torch {torch.__version__}, {caps_of('cuda')}; speed-up over BF16 torch.mm of the same run", flush=True)
-    tokens = [int(m) for m in args.tokens.split(",")]
-    rows = []
-    for shape in args.shapes.split(","):
-        n, k = map(int, shape.split("x"))
-        found = run(n, k, tokens, args.sweep, args.seconds, args.kinds, args.rivals)
-        table(found)
-        sys.stdout.flush()
-        rows += found
-        if args.out:  # whatever stops the next shape
-            args.out.write_text(json.dumps(rows) + "\n")
-    if not args.out:
-        print(json.dumps(rows))
+    with args.out.open("w") as out:
+        for shape in args.shapes.split(","):
+            n, k = map(int, shape.split("x"))
+            for _, group in itertools.groupby(run(n, k, args), lambda r: r["m"]):
+                found = []
+                for r in group:
+                    out.write(json.dumps(r) + "\n")
+                    out.flush()
+                    if args.sweep:
+                        found.append(r)
+                    else:
+                        print(line(r), flush=True)
+                table(found)
     return 0
 
 

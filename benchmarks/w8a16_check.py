@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -26,10 +27,17 @@ from octavo.kernels.cuda import loader
 from octavo.kernels.plans import Block, Operands, Panels, Plan, Ring, TermBlock, Terms, takes_terms
 from octavo.ops import w8a16
 from octavo.ops.backends import gpu_of
+from octavo.ops.graphs import capture
 from octavo.testing import FLOOR_DB, assert_sqnr
 
 DEVICE = "cuda"
-FEW_TOKENS = [Ring(1, 1, 1, 8, 3), Ring(1, 2, 1, 16, 4), Ring(2, 2, 2, 4, 2, staged=0), Ring(1, 2, 2, 8, 3, blocks=2)]
+FEW_TOKENS = [
+    Ring(1, 1, 1, 8, 3),
+    Ring(1, 2, 1, 16, 4),
+    Ring(2, 2, 2, 4, 2, staged=0),
+    Ring(1, 1, 2, 8, 3, early=1),
+    Ring(1, 1, 1, 8, 6, early=1),
+]
 MANY_TOKENS = [
     Block(2, 4, 7, 3),
     Block(2, 8, 8, 3, splits=3),
@@ -86,16 +94,36 @@ def one_of_each() -> str:
 
 
 def early_starts() -> str:
-    """Kernels that start before the one before has ended: the bits of those that wait."""
+    """Kernels that start before the one before has ended, or ask for codes even earlier: the bits of others."""
     layers = [octavo.quantize(torch.randn(1024, 1024, device=DEVICE) / 32, Rule()) for _ in range(20)]
     x, ends = torch.randn(1, 1024, device=DEVICE, dtype=torch.bfloat16), []
-    for overlap in (0, 1, 1):
+    for early, overlap in ((0, 0), (0, 1), (1, 0), (1, 1), (1, 1)):
         y = x
         for q in layers:
-            y = w8a16.product(y, q, None, Ring(1, 1, 1, 8, 4, overlap=overlap))
+            y = w8a16.product(y, q, None, Ring(1, 1, 1, 8, 4, early=early, overlap=overlap))
         ends.append(y)
     assert all(torch.equal(end, ends[0]) for end in ends) and torch.isfinite(y).all()
     return "early starts change no bit"
+
+
+def fresh_codes() -> str:
+    """Codes that the kernel right before wrote, over others, in a graph: no early kernel reads the others."""
+    plans: list[Plan] = [Ring(1, 1, 1, 8, 2, early=1)]
+    plans += [TermBlock()] if gpu_of(torch.device(DEVICE)).sm == (9, 0) else []
+    x = torch.randn(8, 2048, device=DEVICE, dtype=torch.bfloat16)
+    layers = [octavo.quantize(torch.randn(4096, 2048, device=DEVICE), Rule()) for _ in range(10)]
+    held = layers[0].codes.clone()
+    for plan in plans:
+        want, found = [w8a16.product(x, q, None, plan) for q in layers], [torch.empty(0)] * len(layers)
+
+        def run(plan: Plan = plan, found: list[torch.Tensor] = found) -> None:
+            for i, q in enumerate(layers):
+                held.copy_(q.codes)
+                found[i] = w8a16.product(x, replace(q, codes=held), None, plan)
+
+        capture(run, torch.device(DEVICE), warm=1).replay()
+        assert all(torch.equal(y, z) for y, z in zip(found, want, strict=True)), str(plan)
+    return "codes just written are read"
 
 
 def main() -> int:
@@ -104,7 +132,7 @@ def main() -> int:
     args = parser.parse_args()
     print(f"torch {torch.__version__}, {caps_of(DEVICE)}, OCTAVO_ARCH={env().arch}", flush=True)
     wrong = 0
-    for check in (one_of_each if args.small else many_problems, early_starts):
+    for check in (one_of_each if args.small else many_problems, early_starts, fresh_codes):
         try:
             print(f"ok    {check()}", flush=True)
         except Exception as error:

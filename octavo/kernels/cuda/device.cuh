@@ -57,8 +57,9 @@ DEVICE void wait_for_copies() {
 // Its line into the L2 cache.
 DEVICE void prefetch(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
 
-// A kernel launched to overlap with the one before may run before it ended: until the first it reads only what is constant
-// and writes nothing. From the second on the next one may start.
+// A kernel launched to overlap with the one before may run before it ended: until the first it reads only what is
+// constant, as weights are, and writes nothing; a kernel that writes weights lets none start early. From the second on the
+// next one may start.
 DEVICE void end_of_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -205,9 +206,15 @@ DEVICE Pairs e4m3_to_fp16(u32 codes) {  // values times 2**-8
             shifted_pair(permute(codes, 0, 0x3424), 1, 0x3F803F80u)};
 }
 
+// Values 0 and 2, 1 and 3: no byte has to be moved to another half.
+DEVICE Pairs e4m3_to_fp16_alternately(u32 codes) {
+    return {(codes << 8 & 0x80008000u) | (codes << 7 & 0x3F803F80u), shifted_pair(codes, 1, 0x3F803F80u)};
+}
+
 // In units of E4M3_FP16_UNIT: SM89 and later convert two codes in one instruction, NaN codes to NaN.
 #if !defined(OCTAVO_HOST) && __CUDA_ARCH__ >= 890
 #define E4M3_FP16_UNIT 1.0f
+#define DECODES_E4M3 1
 DEVICE Pairs e4m3_to_fp16_units(u32 codes) {
     Pairs pairs;
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pairs.low) : "h"(u16(codes)));
@@ -216,6 +223,7 @@ DEVICE Pairs e4m3_to_fp16_units(u32 codes) {
 }
 #else
 #define E4M3_FP16_UNIT 256.0f
+#define DECODES_E4M3 0
 DEVICE Pairs e4m3_to_fp16_units(u32 codes) { return e4m3_to_fp16(codes); }
 #endif
 

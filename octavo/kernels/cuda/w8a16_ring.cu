@@ -5,15 +5,19 @@
 // a ring in shared memory that only it reads, across the ends of tiles: the memory never waits for a sum. Partial sums
 // meet in shared memory in a fixed order: no atomics, no locks, the same bits every time, whatever the grid.
 //
+// EARLY: a block fits a multiprocessor beside one of the kernel before, and fills its ring while that one runs: the memory
+// does not wait for the end of a kernel, nor for x, either.
+//
 // STAGED: x lies in shared memory as FP16, a token times a power of two that brings its largest value below 2**15, which
 // the sum is divided by. For BF16 that is exact for values down to 2**-32 of the largest, and off by 2**-40 of it at most
 // below; it makes W's codes FP16 operands, which cost less to decode than BF16 ones. Otherwise x comes from L1 as it is.
 // Up to 8 tokens cost what one costs.
 //
 // Compiled per variant with: NAME, X_BF16, E5M2, SCALES (0 tensor, 1 row, 2 block 128 x 128), TILES_N, TILES_M,
-// WARPS_N, WARPS_K, DEPTH, STAGED. Needs K % 16 == 0 and rows of x on 16-byte boundaries; dynamic shared memory as
+// WARPS_N, WARPS_K, DEPTH, STAGED, EARLY. Needs K % 16 == 0 and rows of x on 16-byte boundaries; dynamic shared memory as
 // kernels/tiling.py says.
 #define MMA_BF16 (X_BF16 && !STAGED)
+#define ALTERNATE_X (X_BF16 && STAGED)  // its values can be put in any order
 #include "w8a16.cuh"
 
 #define THREADS (32 * WARPS_N * WARPS_K)
@@ -33,16 +37,19 @@ DEVICE u32 exponent_of_bf16(u32 bits) {  // of a finite value; 0 for others
 DEVICE void copy_tokens(u16* staged, const u16* x, int M, int K, int width, int pitch, i64 x_stride) {
     for (int token = 0; token < M; ++token) {
         const u16* row = x + token * x_stride;
+#pragma unroll 1  // few registers
         for (int k = threadIdx.x * 8; k < width; k += THREADS * 8)
             copy_later(staged + token * pitch + k, k < K ? row + k : row, k < K);
     }
     end_of_copies();
 }
 
-// BF16 to FP16 in place, each thread what it copied. factor[token] undoes what a token was multiplied with.
+// BF16 to FP16 in place, each thread what it copied, in the order of decode(). factor[token] undoes what a token was
+// multiplied with.
 DEVICE void convert_tokens(u16* staged, float* factor, u32 (*exponents)[THREADS / 32], int M, int width, int pitch) {
     for (int token = 0; token < M; ++token) {
         u32 largest = 0;
+#pragma unroll 1  // few registers
         for (int k = threadIdx.x * 8; k < width; k += THREADS * 8) {
             const Words w = words(shared_vector(staged + token * pitch + k));
 #pragma unroll
@@ -62,52 +69,68 @@ DEVICE void convert_tokens(u16* staged, float* factor, u32 (*exponents)[THREADS 
         const int up = largest < 15 ? 126 : 141 - largest;  // exponent of the factor; 127 is the bias
         const float multiplier = float_of_bits(u32(up + 127) << 23);
         if (threadIdx.x == 0) factor[token] = float_of_bits(u32(127 - up) << 23);
+#pragma unroll 1  // few registers
         for (int k = threadIdx.x * 8; k < width; k += THREADS * 8) {
             uint4* place = reinterpret_cast<uint4*>(staged + token * pitch + k);
             Words w = words(*place);
+            float value[8];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                w.at[i] = fp16x2_of_floats(float_of_bits(w.at[i] << 16) * multiplier,
-                                           float_of_bits(w.at[i] & 0xFFFF0000u) * multiplier);
+                value[2 * i] = float_of_bits(w.at[i] << 16) * multiplier;
+                value[2 * i + 1] = float_of_bits(w.at[i] & 0xFFFF0000u) * multiplier;
+            }
+#pragma unroll
+            for (int i = 0; i < 8; i += 4) {
+                w.at[i / 2] = fp16x2_of_floats(value[i], value[i + (ALTERNATE ? 2 : 1)]);
+                w.at[i / 2 + 1] = fp16x2_of_floats(value[i + (ALTERNATE ? 1 : 2)], value[i + 3]);
             }
             *place = vector(w);
         }
     }
 }
 
-// Where the next chunk to copy comes from.
-struct Source {
-    const u8* codes;
-    int N, K, chunks, tiles, tile, chunk;
-};
-
 // The 16-byte pieces of a row of 128 in shared memory, so that what a warp reads at once lies in different banks.
 DEVICE u8* piece_of(u8* slot, int row, int piece) { return slot + row * CHUNK + ((piece ^ (row % 2 * 4)) << 4); }
 
-// Whole lines of 128 bytes, four rows at once.
-DEVICE void copy_chunk(u8* slot, Source& from, int row_in_tile, int first_chunk, int lane) {
-    if (from.tile < from.tiles) {
-        const int k = from.chunk * CHUNK + lane % 8 * 16;
+// A warp's way through the codes: its chunks of a tile after each other, whole lines of 128 bytes, four rows at once.
+struct Source {
+    const u8* at;  // of this lane, in the next chunk
+    int tile, chunk;
+    int N, K, row_in_tile, first_chunk;  // the row of this lane
+};
+
+DEVICE Source source_of(const u8* codes, int N, int K, int warp_row, int first_chunk, int lane) {
+    const int row = warp_row + lane / 8;
+    return {codes + (i64(blockIdx.x) * ROWS + row) * K + first_chunk * CHUNK + lane % 8 * 16,
+            int(blockIdx.x), first_chunk, N, K, row, first_chunk};
+}
+
+DEVICE void copy_chunk(u8* slot, Source& from, int lane) {
+    const int k = from.chunk * CHUNK + lane % 8 * 16, rows = from.N - from.tile * ROWS - from.row_in_tile;
+    if (from.first_chunk * CHUNK < from.K && from.tile * ROWS < from.N) {
+        u8* to = piece_of(slot, lane / 8, lane % 8);
 #pragma unroll
-        for (int i = 0; i < 4 * TILES_N; ++i) {  // rows past the end read the last one and are not stored
-            const int row_of_slot = 4 * i + lane / 8, row = from.tile * ROWS + row_in_tile + row_of_slot;
-            const u8* at = from.codes + i64(row < from.N ? row : from.N - 1) * from.K;
-            copy_later(piece_of(slot, row_of_slot, lane % 8), k < from.K ? at + k : at, k < from.K);
+        for (int i = 0; i < 4 * TILES_N; ++i)  // zeros past the end
+            copy_later(to + i * 4 * CHUNK, from.at + i * i64(4) * from.K, k < from.K && 4 * i < rows);
+        from.chunk += WARPS_K, from.at += WARPS_K * CHUNK;
+        if (from.chunk * CHUNK >= from.K) {
+            from.at += i64(gridDim.x) * ROWS * from.K - (from.chunk - from.first_chunk) * CHUNK;
+            from.chunk = from.first_chunk, from.tile += gridDim.x;
         }
-        from.chunk += WARPS_K;
-        if (from.chunk >= from.chunks) from.chunk = first_chunk, from.tile += gridDim.x;
     }
     end_of_copies();
 }
 
-// A chunk of the block's first tile into the L2 cache, a lane every 128 bytes of a row.
-DEVICE void prefetch_chunk(const Source& from, int row_in_tile, int chunk, int lane) {
-    const int row = from.tile * ROWS + row_in_tile + lane;
-    if (lane < 16 * TILES_N && row < from.N && chunk < from.chunks)
-        prefetch(from.codes + i64(row) * from.K + chunk * CHUNK);
+// The chunk `later` ones after the next into the L2 cache, a lane for every row.
+DEVICE void prefetch_chunk(const Source& from, int later, int lane) {
+    if (lane % 8 != 0 || (from.chunk + later * WARPS_K) * CHUNK >= from.K) return;
+#pragma unroll
+    for (int i = 0; i < 4 * TILES_N; ++i)
+        if (from.tile * ROWS + from.row_in_tile + 4 * i < from.N)
+            prefetch(from.at + i * i64(4) * from.K + later * WARPS_K * CHUNK);
 }
 
-KERNEL(THREADS, 1)
+KERNEL(THREADS, 1 + EARLY)
 NAME(const u8* codes, const float* scale, const u16* x, const u16* bias, u16* y, int M, int N, int K, i64 x_stride) {
     DYNAMIC_SHARED(dynamic);
     u8* shared = reinterpret_cast<u8*>(dynamic);
@@ -117,25 +140,33 @@ NAME(const u8* codes, const float* scale, const u16* x, const u16* bias, u16* y,
     const int chunks = (K + CHUNK - 1) / CHUNK, tiles = (N + ROWS - 1) / ROWS;
     const int pitch = chunks * CHUNK + 8;  // rows of x 16 bytes past a multiple of 128
     u8* ring = shared + warp * DEPTH * SLOT;
-    float(*partial)[WARPS_K][TOKENS][PITCH] =
-        reinterpret_cast<float(*)[WARPS_K][TOKENS][PITCH]>(shared + WARPS_N * WARPS_K * DEPTH * SLOT);
-    float* factor = reinterpret_cast<float*>(partial + 2);
+    float* partial = reinterpret_cast<float*>(shared + WARPS_N * WARPS_K * DEPTH * SLOT);  // [2][WARPS_K][M][PITCH]
+    float* factor = partial + 2 * WARPS_K * M * PITCH;
     u32(*exponents)[THREADS / 32] = reinterpret_cast<u32(*)[THREADS / 32]>(factor + TOKENS);
     u16* staged = reinterpret_cast<u16*>(exponents + TOKENS);
 
-    Source from = {codes, N, K, chunks, warp_k < chunks ? tiles : 0, int(blockIdx.x), warp_k};
     const int row_in_tile = warp_n * 16 * TILES_N;
-    // While the kernel before runs, the L2 cache fetches the first codes; what it writes is not touched.
+    Source from = source_of(codes, N, K, row_in_tile, warp_k, lane);
+    const auto fill = [&] {
 #pragma unroll
-    for (int d = 0; d < DEPTH - 1; ++d) prefetch_chunk(from, row_in_tile, warp_k + d * WARPS_K, lane);
+        for (int d = 0; d < DEPTH - 1; ++d) copy_chunk(ring + d * SLOT, from, lane);
+    };
+    // While the kernel before runs, codes are on their way; what it writes is not touched.
+#if EARLY
+    fill();
+#else
+#pragma unroll
+    for (int d = 0; d < DEPTH - 1; ++d) prefetch_chunk(from, d, lane);
+#endif
     wait_for_previous_kernel();
 #if STAGED
     copy_tokens(staged, x, M, K, chunks * CHUNK, pitch, x_stride);
 #endif
-#pragma unroll
-    for (int d = 0; d < DEPTH - 1; ++d) copy_chunk(ring + d * SLOT, from, row_in_tile, warp_k, lane);
+#if !EARLY
+    fill();
+#endif
 #if STAGED
-    wait_for_copies<DEPTH - 1>();
+    wait_for_copies<EARLY ? 0 : DEPTH - 1>();
 #if X_BF16
     convert_tokens(staged, factor, exponents, M, chunks * CHUNK, pitch);
 #endif
@@ -158,7 +189,7 @@ NAME(const u8* codes, const float* scale, const u16* x, const u16* bias, u16* y,
         for (int chunk = warp_k; chunk < chunks; chunk += WARPS_K) {
             wait_for_copies<DEPTH - 2>();
             sync_warp();  // the chunk is here for all, and all have read the slot that is filled next
-            copy_chunk(ring + (slot == 0 ? DEPTH - 1 : slot - 1) * SLOT, from, row_in_tile, warp_k, lane);
+            copy_chunk(ring + (slot == 0 ? DEPTH - 1 : slot - 1) * SLOT, from, lane);
             u8* w = ring + slot * SLOT;
             slot = slot == DEPTH - 1 ? 0 : slot + 1;
 #if SCALES == 2
@@ -211,19 +242,22 @@ NAME(const u8* codes, const float* scale, const u16* x, const u16* bias, u16* y,
 #endif
         }
         // Two sets of partial sums take turns: nobody writes one before all have passed the barrier after its last use.
+        float* sums = partial + parity * WARPS_K * M * PITCH;
 #pragma unroll
         for (int i = 0; i < TILES_N; ++i)
 #pragma unroll
             for (int j = 0; j < TILES_M; ++j)
 #pragma unroll
-                for (int c = 0; c < 4; ++c)  // accumulator layout of m16n8k16: rows g, g + 8; columns 2t, 2t + 1
-                    partial[parity][warp_k][8 * j + 2 * t + c % 2][row_in_tile + 16 * i + 8 * (c / 2) + g] =
-                        SCALES == 2 ? sum[0][i][j][c] : sum[0][i][j][c] + sum[1][i][j][c];
+                for (int c = 0; c < 4; ++c) {  // accumulator layout of m16n8k16: rows g, g + 8; columns 2t, 2t + 1
+                    const int token = 8 * j + 2 * t + c % 2, row = row_in_tile + 16 * i + 8 * (c / 2) + g;
+                    const float total = SCALES == 2 ? sum[0][i][j][c] : sum[0][i][j][c] + sum[1][i][j][c];
+                    if (token < M) sums[(warp_k * M + token) * PITCH + row] = total;
+                }
         __syncthreads();
         for (int token = threadIdx.x / ROWS; token < M && own_row < N; token += THREADS / ROWS) {
             float total = 0.0f;
 #pragma unroll
-            for (int k = 0; k < WARPS_K; ++k) total += partial[parity][k][token][threadIdx.x % ROWS];
+            for (int k = 0; k < WARPS_K; ++k) total += sums[(k * M + token) * PITCH + threadIdx.x % ROWS];
             total *= DECODE_UNIT;
             if (STAGED && X_BF16) total *= factor[token];
             total = total * unit + offset;

@@ -10,7 +10,7 @@
 // w8a16_sum.cu. No atomics, no locks, the same bits every time.
 //
 // Compiled per variant with: NAME, X_BF16, SCALES (0 tensor, 1 row, 2 block 128 x 128), COLUMNS (224 or 128; 128 with
-// SCALES 2), TOKENS (64 or 128), DEPTH, SHORT (1 with SCALES 2), SPLIT. Needs K % 16 == 0; compiles for sm_90a.
+// SCALES 2), TOKENS (64 or 128), DEPTH, AHEAD, SHORT (1 with SCALES 2), SPLIT. Needs K % 16 == 0; compiles for sm_90a.
 #if TOKENS == 128
 #define WIDTH COLUMNS  // of what a group of warps multiplies: a name of an instruction is made of it
 #elif COLUMNS == 224
@@ -44,34 +44,41 @@ NAME(const u8* codes, const float* scale, const u8* terms, const float* term_sca
     const int begin = blockIdx.z * each, end = begin + each < chunks ? begin + each : chunks;
     const int piece = threadIdx.x % 8, row_of_32 = threadIdx.x / 8;
 
-    // While the kernel before runs, the L2 cache fetches the first codes.
-    for (int at = threadIdx.x; at < COLUMNS * (DEPTH - 1); at += 256) {
-        const int row = block_row + at % COLUMNS, step = begin + at / COLUMNS;
-        if (row < N && step < end) prefetch(codes + i64(row) * K + step * STEP);
-    }
-    end_of_previous_kernel();
-
-    const auto copy = [&](int step) {  // zeros past the end
-        u8* slot = shared + step % DEPTH * SLOT;
+    const auto copy_codes = [&](int step) {  // zeros past the end
         const int k = step * STEP + piece * 16;
         const bool there = step < end && k < K;
         const u8* from = codes + i64(block_row + row_of_32) * K + k;
 #pragma unroll
         for (int i = 0; i < COLUMNS / 32; ++i, from += i64(32) * K)
-            copy_later(swizzled(slot, row_of_32 + 32 * i, piece), from, there && block_row + row_of_32 + 32 * i < N);
-        from = terms + i64(block_token + row_of_32) * K + k;
+            copy_later(swizzled(shared + step % DEPTH * SLOT, row_of_32 + 32 * i, piece), from,
+                       there && block_row + row_of_32 + 32 * i < N);
+    };
+    const auto copy_terms = [&](int step) {
+        u8* slot = shared + step % DEPTH * SLOT + W_BYTES;
+        const int k = step * STEP + piece * 16;
+        const bool there = step < end && k < K;
+        const u8* from = terms + i64(block_token + row_of_32) * K + k;
 #pragma unroll
         for (int i = 0; i < TOKENS / 32; ++i, from += i64(32) * K) {
             const bool inside = there && block_token + row_of_32 + 32 * i < M;
-            copy_later(swizzled(slot + W_BYTES, row_of_32 + 32 * i, piece), from, inside);
-            copy_later(swizzled(slot + W_BYTES + TERM_BYTES, row_of_32 + 32 * i, piece), from + i64(M) * K, inside);
+            copy_later(swizzled(slot, row_of_32 + 32 * i, piece), from, inside);
+            copy_later(swizzled(slot + TERM_BYTES, row_of_32 + 32 * i, piece), from + i64(M) * K, inside);
         }
         end_of_copies();
     };
 
+    // While the kernel before runs, the first codes are on their way: DEPTH - 1 steps, and AHEAD to the L2 cache.
+#pragma unroll
+    for (int d = 0; d < DEPTH - 1; ++d) copy_codes(begin + d);
+    for (int at = threadIdx.x; at < COLUMNS * AHEAD; at += 256) {
+        const int row = block_row + at % COLUMNS, step = begin + DEPTH - 1 + at / COLUMNS;
+        if (row < N && step < end) prefetch(codes + i64(row) * K + step * STEP);
+    }
+    end_of_previous_kernel();
+
     float product[WIDTH / 2], sum[WIDTH / 2] = {};
 #pragma unroll
-    for (int d = 0; d < DEPTH - 1; ++d) copy(begin + d);
+    for (int d = 0; d < DEPTH - 1; ++d) copy_terms(begin + d);
     for (int first = begin; first < end; first += SHORT) {
 #pragma unroll
         for (int i = 0; i < SHORT; ++i) {
@@ -93,7 +100,8 @@ NAME(const u8* codes, const float* scale, const u8* terms, const float* term_sca
             else
                 wait_for_products<0>();
             __syncthreads();  // all are through with the step before
-            copy(step + DEPTH - 1);
+            copy_codes(step + DEPTH - 1);
+            copy_terms(step + DEPTH - 1);
         }
         const float unit = SCALES == 2 ? scale[i64(blockIdx.y) * chunks + first] : 1.0f;
 #pragma unroll

@@ -8,6 +8,7 @@
 // Compiled per variant with: NAME, X_BF16, E5M2, SCALES (0 tensor, 1 row, 2 block 128 x 128), TILES_N, TILES_M (a multiple
 // of 4), WARPS, DEPTH, SPLIT. Needs K % 16 == 0 and rows of x on 16-byte boundaries.
 #define MMA_BF16 X_BF16
+#define ALTERNATE_X 0
 #include "w8a16.cuh"
 
 #define THREADS (32 * WARPS)
