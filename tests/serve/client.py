@@ -1,7 +1,8 @@
-"""Runs vLLM from another environment, for tests: many folders in one process."""
+"""vLLM in another environment, for tests: all questions through one process."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -30,31 +31,34 @@ def vllm_variables(reference_kernels: bool) -> dict[str, str]:
     return ours | ({"PYTHONPATH": str(PLUGIN)} if reference_kernels else {})
 
 
-def run_vllm(
-    python: Path, requests: list[dict[str, Any]], reference_kernels: bool = True, timeout: float = 900
-) -> list[dict[str, Any]]:
-    """`probe(**request)` of every request, in one process. AssertionError with its last lines if it dies."""
-    command = [str(python), str(RUNNER), str(PROBE)]
-    stdout = _run(command, json.dumps(requests, default=str), environment(reference_kernels), timeout)
-    return [json.loads(line) for line in stdout.splitlines()]
+class Vllm:
+    """One process in vLLM's environment that answers questions, one after the other (see vllm_runner.py)."""
 
+    def __init__(self, python: Path, log: Path) -> None:
+        self.log = log
+        with log.open("w") as errors:
+            self.process = subprocess.Popen(
+                [str(python), str(RUNNER), str(PROBE)],
+                env=environment(reference_kernels=True),
+                start_new_session=True,
+                text=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+            )
 
-def _run(command: list[str], stdin: str, env: dict[str, str], timeout: float) -> str:
-    """In a process group of its own, ended as a whole when time is up or the test is interrupted."""
-    process = subprocess.Popen(
-        command,
-        env=env,
-        start_new_session=True,
-        text=True,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    try:
-        stdout, stderr = process.communicate(stdin, timeout)
-    except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        raise
-    assert process.returncode == 0, f"vLLM process ended with {process.returncode}:\n{stderr[-4000:]}"
-    return stdout
+    def ask(self, name: str, **arguments: Any) -> Any:
+        """The answer of `ANSWERS[name]`. AssertionError with its last words if the process dies of the question."""
+        assert self.process.stdin and self.process.stdout
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps([name, arguments], default=str) + "\n")
+            self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        assert line, f"vLLM's process ended with {self.process.wait()} at {name}:\n{self.log.read_text()[-4000:]}"
+        return json.loads(line)
+
+    def end(self) -> None:
+        """With all that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.communicate()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.serve.client import Vllm
 
 
 @pytest.fixture(scope="session")
@@ -20,6 +22,14 @@ def vllm_python() -> Path:
     if not python.is_file():
         raise FileNotFoundError(f"OCTAVO_TEST_VLLM={given} is no interpreter: run scripts/vllm_env.sh")
     return python
+
+
+@pytest.fixture(scope="session")
+def vllm(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vllm]:
+    """vLLM with the reference kernels, started once for all tests."""
+    process = Vllm(vllm_python, tmp_path_factory.mktemp("vllm") / "log")
+    yield process
+    process.end()
 
 
 @pytest.fixture(scope="session")

@@ -1,11 +1,6 @@
-"""Run by vLLM's interpreter: which group of a compressed-tensors config vLLM picks for a module. JSON in, JSON out."""
-
-import json
-import sys
-from pathlib import Path
+"""Imported by vLLM's interpreter: which group of a compressed-tensors config vLLM picks for a module."""
 
 import torch
-from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 
 FUSED = {
     "qkv_proj": ["q_proj", "k_proj", "v_proj"],
@@ -16,13 +11,10 @@ FUSED = {
 
 def strategies(raw, modules):
     """Of the weights of each (name, class name); null for a module in 16 bit."""
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+
     config = CompressedTensorsConfig.from_config(raw)
     config.packed_modules_mapping = FUSED
     config._add_fused_moe_to_target_scheme_map()
     found = [config.get_scheme_dict(type(kind, (torch.nn.Module,), {})(), name) for name, kind in modules]
     return [scheme and str(scheme["weights"].strategy) for scheme in found]
-
-
-if __name__ == "__main__":
-    cases = json.loads(Path(sys.argv[1]).read_text())
-    Path(sys.argv[2]).write_text(json.dumps([strategies(raw, modules) for raw, modules in cases]))

@@ -1,8 +1,4 @@
-"""Run by vLLM's interpreter: which modules of a Llama vLLM's own config classes quantize. JSON in, JSON out."""
-
-import json
-import sys
-from pathlib import Path
+"""Imported by vLLM's interpreter: which modules of a Llama vLLM's own config classes quantize."""
 
 import torch
 
@@ -43,7 +39,7 @@ def answer(question):
 
 METHODS = {"fp8": native, "compressed-tensors": compressed_tensors, "modelopt": modelopt}
 
-if __name__ == "__main__":
-    given = json.loads(Path(sys.argv[1]).read_text())
-    answers = [METHODS[raw["quant_method"]](raw, given["modules"]) for raw in given["configs"]]
-    Path(sys.argv[2]).write_text(json.dumps(answers))
+
+def quantized(configs, modules):
+    """Of each config, for each (name, class name): `fp8`, `plain` or `error`."""
+    return [METHODS[raw["quant_method"]](raw, modules) for raw in configs]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from octavo.workflows.rules.probing import probe_vllm
 from tests.serve.checkpoints import SCHEMES, Scheme, drop_tensor, input_ranges, logprobs_of, oracle, write_checkpoint
-from tests.serve.client import run_vllm, vllm_variables
+from tests.serve.client import Vllm, vllm_variables
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(1200)]
 
@@ -37,10 +38,8 @@ def request(folder: Path, **more: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def models(
-    vllm_python: Path, aligned_llama: Path, misaligned_llama: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Models:
-    """One vLLM process with the reference kernels, all formats and all broken folders."""
+def models(vllm: Vllm, aligned_llama: Path, misaligned_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """All formats and all broken folders."""
     root = tmp_path_factory.mktemp("formats")
     scales = input_ranges(oracle(aligned_llama, None), IDS)
     folders = {s.name: write_checkpoint(aligned_llama, root / s.name, s, scales) for s in SCHEMES}
@@ -52,8 +51,7 @@ def models(
         f"{name}, tracked": request(folders[name], track_weights=True)
         for name in (BLOCK.name, "no down_proj scale", "no k_proj scale")
     }
-    answers = run_vllm(vllm_python, list(requests.values()))
-    return Models(folders, scales, dict(zip(requests, answers, strict=True)))
+    return Models(folders, scales, {name: vllm.ask("probe", **asked) for name, asked in requests.items()})
 
 
 def distance(answer: dict[str, Any], expected: list[float]) -> float:
@@ -115,17 +113,15 @@ def test_misaligned_fused_blocks_are_silently_wrong(models: Models, misaligned_l
     assert distance(answer, logprobs_of(oracle(misaligned_llama, BLOCK), IDS)) > 0.05
 
 
-def test_without_reference_kernels(models: Models, vllm_python: Path) -> None:
-    """vLLM as it comes gives the same numbers for the one format that it runs on any CPU."""
-    stock = run_vllm(vllm_python, [request(models.folders[CHANNEL.name])], reference_kernels=False)[0]
-    assert stock["loads"], stock["error"]
-    assert stock["kernels"] == ["ChannelWiseTorchFP8ScaledMMLinearKernel"]
+def test_shipped_probe_without_our_kernels(models: Models, vllm_python: Path) -> None:
+    """As a user has it: the script in a process of its own, vLLM as it comes. The same numbers for the one format that
+    stock vLLM runs on any CPU, and its tracker misses nothing there.
+    """
+    folder, variables = str(models.folders[CHANNEL.name]), vllm_variables(reference_kernels=False)
+    arguments = ["--token-ids", ",".join(map(str, IDS)), "--max-tokens", "2", "--track-weights"]
+    stock: dict[str, Any] = probe_vllm(
+        vllm_python, folder, *arguments, "--engine", json.dumps(ENGINE), extra_env=variables
+    )
+    assert stock["loads"] and stock["version"], stock["error"]
+    assert len(stock["tokens"]) == 2 and stock["kernels"] == ["ChannelWiseTorchFP8ScaledMMLinearKernel"]
     assert distance(stock, models.answers[CHANNEL.name]["prompt_logprobs"]) < 0.1
-
-
-def test_shipped_probe_reports_a_folder_that_does_not_load(models: Models, vllm_python: Path) -> None:
-    folder = str(models.folders["no down_proj scale"])
-    arguments = ["--token-ids", "5,6,7", "--max-tokens", "2", "--track-weights"]
-    answer = probe_vllm(vllm_python, folder, *arguments, extra_env=vllm_variables(reference_kernels=True))
-    assert not answer["loads"] and DOWN in str(answer["error"])
-    assert answer["tokens"] == [] and answer["version"]

@@ -1,9 +1,5 @@
 """Groups and skip lists that we write: vLLM's own config class picks for every module what the plan decided."""
 
-import json
-import subprocess
-from pathlib import Path
-
 import pytest
 
 from octavo.formats.architectures import expert_block, fused_group
@@ -42,17 +38,10 @@ def asked(plan):
 
 
 @pytest.mark.serve
-def test_vllm_picks_the_planned_group(vllm_python, save_tiny, tmp_path):
-    wanted, cases = [], []
-    for name, size, scheme in MIXED:
-        plan = make_plan(Checkpoint.open(save_tiny(build(name, size), name)), Recipe.named(scheme), "ct")
-        modules = asked(plan)
-        wanted.append(list(modules.values()))
-        cases.append((plan.quantization_config(Recipe.named(scheme)), list(modules)))
-    (tmp_path / "in.json").write_text(json.dumps(cases))
-    command = [vllm_python, Path(__file__).with_name("groups_oracle.py"), tmp_path / "in.json", tmp_path / "out.json"]
-    subprocess.run(list(map(str, command)), check=True, capture_output=True, timeout=500)
-    found = json.loads((tmp_path / "out.json").read_text())
-    for case, (_, modules), want, got in zip(MIXED, cases, wanted, found, strict=True):
-        wrong = [(module, w, g) for module, w, g in zip(modules, want, got, strict=True) if w != g]
-        assert not wrong, (case, wrong[:5])
+@pytest.mark.parametrize(("name", "size", "scheme"), MIXED)
+def test_vllm_picks_the_planned_group(vllm, save_tiny, name, size, scheme):
+    plan = make_plan(Checkpoint.open(save_tiny(build(name, size), name)), Recipe.named(scheme), "ct")
+    wanted = asked(plan)
+    found = vllm.ask("strategies", raw=plan.quantization_config(Recipe.named(scheme)), modules=list(wanted))
+    wrong = [(module, w, g) for (module, w), g in zip(wanted.items(), found, strict=True) if w != g]
+    assert not wrong, wrong[:5]

@@ -2,7 +2,6 @@
 
 import json
 import random
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -65,14 +64,10 @@ def ours(folder: Path, raw: dict) -> list[str]:
 
 
 @pytest.mark.serve
-def test_rules_match_like_vllm(vllm_python, tmp_path):
+def test_rules_match_like_vllm(vllm, tmp_path):
     folder = decoder(layers=2).write(tmp_path / "ckpt")
     raws = list(configs(150))
     mine = [ours(folder, raw) for raw in raws]
-    (tmp_path / "in.json").write_text(json.dumps({"configs": raws, "modules": MODULES}))
-    script = Path(__file__).with_name("matching_oracle.py")
-    command = [str(vllm_python), str(script), str(tmp_path / "in.json"), str(tmp_path / "out.json")]
-    subprocess.run(command, check=True, capture_output=True, timeout=500)
-    theirs = json.loads((tmp_path / "out.json").read_text())
+    theirs = vllm.ask("quantized", configs=raws, modules=MODULES)
     wrong = [(raw, m, t) for raw, m, t in zip(raws, mine, theirs, strict=True) if m != t]
     assert not wrong, wrong[:3]

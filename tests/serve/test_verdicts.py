@@ -10,7 +10,7 @@ import torch
 
 from octavo.workflows.verify import VerifyConfig, verify
 from tests.serve.checkpoints import logprobs_of
-from tests.serve.client import run_vllm
+from tests.serve.client import Vllm
 from tests.serve.verdicts import CASES, Case, loud
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(1200)]
@@ -28,10 +28,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def answers(vllm_python: Path, folders: dict[str, Path]) -> dict[str, dict[str, Any]]:
-    """Every folder through one vLLM process."""
-    requests = [{"folder": str(f), "prompt": IDS, "max_tokens": 2, "engine": ENGINE} for f in folders.values()]
-    return dict(zip(folders, run_vllm(vllm_python, requests), strict=True))
+def answers(vllm: Vllm, folders: dict[str, Path]) -> dict[str, dict[str, Any]]:
+    settings = {"prompt": IDS, "max_tokens": 2, "engine": ENGINE}
+    return {name: vllm.ask("probe", folder=folder, **settings) for name, folder in folders.items()}
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
-"""Many folders through one vLLM process: importing vLLM takes longer than loading a tiny model.
+"""All that the tests ask of vLLM, through one process: importing vLLM takes longer than loading twenty tiny models.
 
-Runs in vLLM's environment: stdin holds a JSON list of keyword arguments of `probe` (see vllm_probe.py), stdout gets one
-JSON line per folder, as soon as it is known. argv[1] is the path of vllm_probe.py, the script under test.
+Runs in vLLM's environment. One JSON line on stdin is a question, one on stdout its answer: `[name, arguments]` with a
+name of `ANSWERS`. argv[1] is the path of vllm_probe.py, the script under test.
 """
 
 import gc
@@ -9,22 +9,27 @@ import importlib.util
 import json
 import os
 import sys
-import time
+
+import groups_oracle
+import matching_oracle
 
 spec = importlib.util.spec_from_file_location("vllm_probe", sys.argv[1])
 vllm_probe = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(vllm_probe)
 
+ANSWERS = {
+    "probe": vllm_probe.probe,
+    "strategies": groups_oracle.strategies,
+    "quantized": matching_oracle.quantized,
+}
+
 # Between two models vLLM walks everything that it ever imported nine times, which is most of the time here.
 gc.collect = lambda generation=2: 0
 
-requests = json.load(sys.stdin)
 vllm_probe.configure()
 with vllm_probe.answers() as stream:
-    for request in requests:
-        start = time.monotonic()
-        answer = vllm_probe.probe(**request)
-        answer["seconds"] = round(time.monotonic() - start, 1)
-        print(json.dumps(answer, allow_nan=False), file=stream, flush=True)
+    for line in sys.stdin:
+        name, arguments = json.loads(line)
+        print(json.dumps(ANSWERS[name](**arguments), allow_nan=False), file=stream, flush=True)
 sys.stderr.flush()
 os._exit(0)
