@@ -39,6 +39,7 @@ class Float8Cache(Cache):  # type: ignore[misc]
 
     Full and sliding-window attention are in FP8; other state (convolutions, recurrences) stays as it is.
     ConfigError: a scale that is not above 0, or an unknown granularity. MismatchError: scales of other layers.
+    UnsupportedError: a model with no such layer; a gradient through it.
     """
 
     def __init__(
@@ -53,7 +54,6 @@ class Float8Cache(Cache):  # type: ignore[misc]
         if granularity not in ("tensor", "token-head") or (granularity == "token-head" and scales is not None):
             need = "tensor, or token-head without scales"
             raise ConfigError("Float8Cache: granularity", got=granularity, need=need)
-        use_attention(model)
         plain = DynamicCache(config=cast(Any, model).config).layers
         found = layer_scales(scales, [i for i, layer in enumerate(plain) if window_of(layer) is not None])
         layers = []
@@ -61,6 +61,11 @@ class Float8Cache(Cache):  # type: ignore[misc]
             window = window_of(layer)
             storage = KVStorage(granularity, found.get(i, (1.0, 1.0)), 0 if window else capacity, window or 0)
             layers.append(layer if window is None else StoredLayer(storage))
+        if not any(isinstance(layer, StoredLayer) for layer in layers):
+            kinds = ", ".join(sorted({type(layer).__name__ for layer in layers})) or "no layers"
+            fix = "Use Transformers' own cache."
+            raise UnsupportedError("Float8Cache: nothing of this model", got=kinds, need="layers of attention", fix=fix)
+        use_attention(model)
         super().__init__(layers=layers)
 
     @property
@@ -125,7 +130,7 @@ class StoredLayer(CacheLayerMixin):  # type: ignore[misc]
         """key_states, value_states [B, H, n, D] -> all that the n tokens see, as CodedStates."""
         self.is_initialized = True
         kv = self.storage.append(key_states.detach(), value_states.detach())
-        return CodedStates(kv, "keys", key_states.dtype), CodedStates(kv, "values", value_states.dtype)
+        return _coded(key_states, kv, "keys"), _coded(value_states, kv, "values")
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         kept = self.storage.kept
@@ -147,7 +152,8 @@ class StoredLayer(CacheLayerMixin):  # type: ignore[misc]
         """tokens_to_remove: how many, negative."""
         if tokens_to_remove > 0:
             raise ConfigError("Float8Cache.crop", got=str(tokens_to_remove), need="minus the tokens to take back")
-        self.storage.crop(-tokens_to_remove)
+        if self.storage.total:  # a layer that reads another's keys has none
+            self.storage.crop(-tokens_to_remove)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self.storage.select(beam_idx)
@@ -191,6 +197,25 @@ class CodedStates(torch.Tensor):
         return func(*args, **kwargs)
 
 
+class _Stored(torch.autograd.Function):
+    """What was stored, as CodedStates; a gradient would end here, so it is an error."""
+
+    @staticmethod
+    def forward(ctx: Any, states: torch.Tensor, kv: CachedKV, side: str) -> CodedStates:
+        return CodedStates(kv, side, states.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        fix = "Train without a cache: use_cache=False."
+        raise UnsupportedError("Float8Cache", got="a gradient through keys or values that were rounded", fix=fix)
+
+
+def _coded(states: torch.Tensor, kv: CachedKV, side: str) -> CodedStates:
+    if states.requires_grad and torch.is_grad_enabled():
+        return cast(CodedStates, _Stored.apply(states, kv, side))  # type: ignore[no-untyped-call]
+    return CodedStates(kv, side, states.dtype)
+
+
 def use_attention(model: nn.Module) -> None:
     """Let a model whose attention is `sdpa` take `octavo` instead."""
     register_attention()
@@ -224,7 +249,7 @@ def attention(
     if options.get("s_aux") is not None:
         raise UnsupportedError("attention 'octavo'", got="attention sinks", fix="Use attn_implementation='eager'.")
     options["scaling"] = scaling
-    if not isinstance(key, CodedStates):
+    if not isinstance(key, CodedStates) or key.requires_grad:
         return cast("tuple[torch.Tensor, None]", plain(module, query, key, value, attention_mask, **options))
     if reads_codes(query, key.kv, attention_mask, options):
         mask = None if attention_mask is None else attention_mask[:, 0, 0].expand(len(query), -1).contiguous()
@@ -234,13 +259,18 @@ def attention(
 
 
 def reads_codes(query: torch.Tensor, kv: CachedKV, mask: torch.Tensor | None, options: Mapping[str, Any]) -> bool:
-    """Whether the kernels take this call: one new token, no dropout or bias, at most a mask that heads share."""
-    if query.shape[2] != 1 or options.get("dropout") or options.get("position_bias") is not None:
+    """Whether the kernels take this call: one new token, no gradient, dropout or bias, a mask that heads share."""
+    if query.shape[2] != 1 or query.requires_grad or options.get("dropout") or _not_plain(options):
         return False
     if mask is not None and (mask.dtype != torch.bool or mask.shape[1] != 1):
         return False
     same_width = kv.keys.shape == kv.values.shape and query.shape[-1] == kv.head
     return same_width and why_not(kv.head, query.device, query.dtype, kv.kind) is None
+
+
+def _not_plain(options: Mapping[str, Any]) -> bool:
+    """Whether scores are more than q k^T: plain attention takes it or says no."""
+    return any(options.get(name) is not None for name in ("position_bias", "softcap"))
 
 
 def _by_heads(

@@ -95,7 +95,7 @@ class KVStorage:
     def _room(self, k: torch.Tensor, v: torch.Tensor, count: int) -> CachedKV:
         """A buffer with room for `count` tokens behind the last; `moved` says by how much its tokens went forward."""
         self.moved = 0
-        if self.kv is None:
+        if self.kv is None or (not self.last and self.kv.keys.shape[:2] != k.shape[:2]):
             self.kv = self.allocate(k, v, self._size(count))
         batch, heads, room, _ = self.kv.keys.shape
         if (batch, heads) != tuple(k.shape[:2]):

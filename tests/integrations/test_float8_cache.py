@@ -96,6 +96,37 @@ def test_capacity_made_once(tiny_llama):
     assert cache.layers[0].storage.kv.keys.shape[2] == 31 and cache.nbytes == 2 * (2 * 2 * 31 * 2 * (16 + 4))
 
 
+def test_another_batch_after_reset(tiny_llama):
+    """Beams make the rows more; a shorter batch follows. What is not yet filled has nothing to take back."""
+    model = opened(tiny_llama)
+    cache = Float8Cache(model, capacity=40)
+    generated(model, cache, num_beams=3)
+    for rows in (PROMPTS[:1], PROMPTS):
+        cache.reset()
+        cache.crop(-3)
+        given = {"input_ids": rows, "attention_mask": torch.ones_like(rows)}
+        assert torch.equal(generated(model, cache, **given), generated(model, Float8Cache(model), **given))
+
+
+@pytest.mark.parametrize("how", ["octavo", "eager"])
+def test_a_gradient_is_an_error(tiny_llama, how):
+    """It would be zero: codes know nothing of what they were rounded from."""
+    model = opened(tiny_llama)
+    cache = Float8Cache(model)
+    model.set_attn_implementation(how)
+    loss = model(input_ids=PROMPTS, labels=PROMPTS, use_cache=True, **{cache_argument(model): cache}).loss
+    with pytest.raises(UnsupportedError, match="a gradient through keys or values that were rounded"):
+        loss.backward()
+
+
+def test_a_model_without_attention():
+    from transformers import MambaConfig, MambaForCausalLM
+
+    model = MambaForCausalLM(MambaConfig(vocab_size=16, hidden_size=8, num_hidden_layers=1, state_size=4))
+    with pytest.raises(UnsupportedError, match=r"nothing of this model; got LinearAttentionLayer; need layers of att"):
+        Float8Cache(model)
+
+
 def test_every_attention_reads_it(tiny_llama):
     """Eager attention knows nothing of codes: they are decoded for it."""
     model = opened(tiny_llama)
