@@ -3,7 +3,7 @@
 With w = 1, H measures the error of the layer's outputs. What matters is the error of the model: to second order its KL
 divergence to itself is the outputs' error weighted by the Fisher information (used for rounding in arXiv 2505.07004).
 Here w is the squared norm of the gradient, at that token and layer, of the negative log-likelihood of a token drawn
-from the model's own distribution: an estimate of the Fisher trace, one number a token.
+from the model's own distribution: an estimate of the Fisher trace, one number a token, to the power TEMPER.
 
 H is a sum over a few thousand tokens, and products of different inputs in it are partly chance, which rounding would
 fit. How much shows in two halves of the samples: the off-diagonal elements are shrunk by that share (a linear shrinkage
@@ -28,6 +28,8 @@ from octavo.modules.observers import ExpertProducts
 # A few tokens can carry most of the gradient; past this many times the mean they would drown the others.
 MOST_WEIGHT = 20.0
 CAP_STEPS = 32
+# One drawn token makes a noisy square: tempered, it loses less by noise than it forgets (ADR 6).
+TEMPER = 0.7
 RUN = 256  # tokens of the vocabulary whose probabilities are summed before one is drawn
 
 
@@ -245,7 +247,7 @@ class _Call:
 
 
 class TokenWeights(_Watch):
-    """Weighs tokens by squared gradient norms at the outputs of linears, summed over the linears of a group.
+    """Weighs tokens by squared gradient norms at the outputs of linears, summed over the linears of a group, tempered.
 
     with TokenWeights(model, groups, use) as watch: run samples forward and backward, then `watch.flush()`, which calls
     use(key, inputs [tokens, K], weights float32 [tokens]) for each sample and each group that it reached. Weights are
@@ -297,7 +299,7 @@ class TokenWeights(_Watch):
                 norms = [call.norm for call in together if call.norm is not None]
                 if not norms:
                     continue
-                x, norm = together[0].x, torch.stack(norms).sum(0).cpu()
+                x, norm = together[0].x, torch.stack(norms).sum(0).pow(TEMPER).cpu()
                 whole = [(x, norm)] if x.dim() < 3 else zip(x.flatten(1, -2), norm.flatten(1), strict=True)
                 for sample, its in whole:
                     self._use(key, sample, self._capped(key, its))

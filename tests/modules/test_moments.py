@@ -7,6 +7,7 @@ from torch import nn
 from octavo.base.errors import CheckpointError
 from octavo.modules.moments import (
     MOST_WEIGHT,
+    TEMPER,
     MomentObserver,
     TokenWeights,
     fast_arithmetic,
@@ -120,7 +121,7 @@ def weights_of(model, groups, *samples):
     return weights, inputs
 
 
-def test_token_weights_are_squared_gradient_norms(block):
+def test_token_weights_are_squared_gradient_norms_tempered(block):
     x = torch.randn(1, 6, 8, requires_grad=True)
     weights, inputs = weights_of(block, GROUPS, lambda: block(x).square().sum().backward())
     assert torch.equal(inputs["gate_up_proj"][0], x[0])
@@ -130,8 +131,8 @@ def test_token_weights_are_squared_gradient_norms(block):
         tensor.retain_grad()
     block.down_proj(torch.sigmoid(gate) * up).square().sum().backward()
     norms = (gate.grad.square().sum(-1) + up.grad.square().sum(-1))[0]
-    torch.testing.assert_close(got["gate_up_proj"], norms)
-    torch.testing.assert_close(got["down_proj"], (2 * y[0]).square().sum(-1).detach())
+    torch.testing.assert_close(got["gate_up_proj"], norms**TEMPER)
+    torch.testing.assert_close(got["down_proj"], (2 * y[0]).square().sum(-1).detach() ** TEMPER)
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["in the first sample", "later"])
@@ -167,7 +168,7 @@ def test_linears_without_a_gradient_leave_the_weights_to_their_siblings(block):
     weights, _ = weights_of(block, GROUPS, run, run)
     assert set(weights) == {"gate_up_proj"} and len(weights["gate_up_proj"]) == 2
     norms = (2 * block.gate_proj(x)[0]).square().sum(-1).detach()
-    torch.testing.assert_close(weights["gate_up_proj"][1], norms)
+    torch.testing.assert_close(weights["gate_up_proj"][1], norms**TEMPER)
 
 
 def test_nan_gradients_are_named(block):
@@ -229,7 +230,7 @@ def test_experts_see_the_tokens_routed_to_them(masked):
         model["experts"](x, expert)
     for e in (0, 1):
         key, rows = f"experts.{e}.up_proj", x.detach()[expert == e]
-        norms = (2 * rows @ model["experts"].up_proj[e].detach().T).square().sum(-1)
+        norms = (2 * rows @ model["experts"].up_proj[e].detach().T).square().sum(-1) ** TEMPER
         torch.testing.assert_close(w[key], norms)
         torch.testing.assert_close(seen.matrices[key], (rows * (norms / norms.mean())[:, None]).T @ rows)
     assert seen.tokens == {"experts.0.up_proj": 3, "experts.1.up_proj": 7, "experts.2.up_proj": 0}
