@@ -39,7 +39,20 @@ from octavo.formats.reference import dequantize_ref
 from octavo.formats.rule import Rule
 from octavo.formats.scaled import ScaledTensor
 from octavo.kernels.cuda import loader
-from octavo.kernels.plans import Block, Gpu, Operands, Panels, Plan, Ring, TermBlock, Terms, Tokens, plan_dx, term_block
+from octavo.kernels.plans import (
+    Block,
+    Gpu,
+    Operands,
+    Panels,
+    Plan,
+    Ring,
+    TermBlock,
+    Terms,
+    Tokens,
+    Wide,
+    plan_dx,
+    term_block,
+)
 from octavo.kernels.tiling import MAX_TOKENS
 from octavo.ops import native, w8a16
 from octavo.ops.quantize import quantize
@@ -56,6 +69,7 @@ SHARED_BYTES = 227 << 10
 LONG = 512  # tokens from which the GPU gets warm: the rival is timed before and after
 Product = Callable[[torch.Tensor], torch.Tensor]
 Row = dict[str, object]
+WIDE = (7, 2, 4, 4), (7, 2, 4, 3), (8, 2, 4, 4), (7, 2, 2, 4), (8, 2, 2, 3), (7, 1, 4, 3), (6, 2, 4, 4)
 BEST = 3  # of each kind of plan, in the table of a sweep
 
 
@@ -84,6 +98,7 @@ def many_token_plans(m: int, n: int, k: int) -> list[Plan]:
     found: list[Plan] = [Terms(), Panels(1 << 31)]
     found += [Panels(size) for size in (2048, 8192) if size < n]
     found += term_blocks(m, n, k) if m <= 1024 else []
+    found += [Wide(*tile, splits=s) for tile in WIDE for s in (1, 2, 4, 8)] if 64 < m <= 1024 else []
     shapes = [(2, 4, 4), (2, 8, 4), (2, 8, 7), (2, 8, 8), (1, 8, 8), (2, 16, 4), (2, 16, 7)]
     for (tiles_n, tiles_m, warps), depth in itertools.product(shapes if m <= 512 else [], (3, 4)):
         block = Block(tiles_n, tiles_m, warps, depth)

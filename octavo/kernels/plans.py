@@ -45,8 +45,8 @@ class Operands:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Up to how many tokens the ring, two terms in our kernel, two terms in torch's (where they are possible) and tiles
-    are taken; the ring up to 16 where two terms in our kernel are not.
+    """Up to how many tokens the ring, two terms in our kernel, two terms in torch's (where they are possible), tiles
+    and wide tiles are taken; the ring up to 16 where two terms in our kernel are not.
 
     long: tokens from which the weight is decoded `panel` rows at a time; for dX `panel` columns, if there are over
     twice as many.
@@ -56,6 +56,7 @@ class Tokens:
     term_blocks: int = 0
     terms: int = 0
     tile: int = 128
+    wide: int = 0
     long: int = 2048
     panel: int = 2048
 
@@ -157,6 +158,45 @@ class Block:
 
 
 @dataclass(frozen=True)
+class Wide:
+    """A block of w8a16_wide.cu: warps_n x warps_m warps, each 8 * tiles_n rows of W and 64 tokens, steps of 64 of K.
+
+    splits: parts of K that blocks of their own take.
+    """
+
+    tiles_n: int = 7
+    warps_n: int = 2
+    warps_m: int = 4
+    depth: int = 4
+    splits: int = 1
+
+    source = "w8a16_wide.cu"
+    why = "codes decoded into tensor core operands for 64 tokens a warp (w8a16_wide.cu)"
+
+    @property
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        return *_defines(self, "tiles_n", "warps_n", "warps_m", "depth"), ("SPLIT", int(self.splits > 1))
+
+    @property
+    def rows(self) -> int:
+        return 8 * self.tiles_n * self.warps_n
+
+    @property
+    def tokens(self) -> int:
+        return 64 * self.warps_m
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps_n * self.warps_m
+
+    def dynamic_bytes(self, m: int, k: int) -> int:
+        return self.depth * (2 * self.tokens + self.rows) * 64
+
+    def grid(self, m: int, n: int) -> tuple[int, int, int]:
+        return -(-n // self.rows), -(-m // self.tokens), self.splits
+
+
+@dataclass(frozen=True)
 class Panels:
     """The weight decoded to 16 bit, so many rows (for dX columns) at a time, and torch's product."""
 
@@ -202,7 +242,7 @@ class TermBlock:
         return -(-m // self.tokens), -(-n // self.columns), self.splits
 
 
-Plan = Ring | Block | TermBlock | Terms | Panels
+Plan = Ring | Block | Wide | TermBlock | Terms | Panels
 
 
 def gpu_named(sm: tuple[int, int]) -> Gpu:
@@ -222,6 +262,8 @@ def plan_product(m: int, n: int, k: int, operands: Operands, gpu: Gpu, tokens: T
         return Terms()
     if k % 16 == 0 and m <= tokens.tile:
         return some_tokens(m, n, k, gpu)
+    if k % 16 == 0 and m <= tokens.wide and operands.scales < 2:
+        return some_hundred_tokens(m, n, gpu)
     return Panels(tokens.panel if m >= tokens.long and n > 2 * tokens.panel else n)
 
 
@@ -254,6 +296,12 @@ def some_tokens(m: int, n: int, k: int, gpu: Gpu) -> Block:
     rows, groups, _ = block.grid(m, n)
     at_once = min(3, gpu.shared // block.dynamic_bytes(m, k)) * gpu.multiprocessors
     return replace(block, splits=min(16, -(-k // 128), max(1, at_once // (rows * groups))))
+
+
+def some_hundred_tokens(m: int, n: int, gpu: Gpu) -> Wide:
+    """The deepest ring there is room for; blocks that share K where rows are few."""
+    block = next(wide for wide in (Wide(depth=depth) for depth in (4, 3, 2)) if wide.dynamic_bytes(m, 0) <= gpu.shared)
+    return replace(block, splits=min(16, max(1, gpu.multiprocessors // prod(block.grid(m, n)))))
 
 
 def term_block(m: int, n: int, k: int, operands: Operands, gpu: Gpu) -> TermBlock:

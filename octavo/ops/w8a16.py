@@ -16,7 +16,7 @@ from octavo.formats.granularity import PerBlock, PerGroup, PerRow, PerTensor
 from octavo.formats.scaled import ScaledTensor
 from octavo.formats.spec import E4M3
 from octavo.kernels.cuda import loader
-from octavo.kernels.plans import Block, Operands, Panels, Plan, Ring, TermBlock, Terms, plan_dx, plan_product
+from octavo.kernels.plans import Block, Operands, Panels, Plan, Ring, TermBlock, Terms, Wide, plan_dx, plan_product
 from octavo.kernels.tiling import row_block
 from octavo.ops import dequant, native
 from octavo.ops.backends import gpu_of, tokens_on
@@ -72,7 +72,7 @@ def product(x: torch.Tensor, w: ScaledTensor, bias: torch.Tensor | None, plan: P
     return y
 
 
-def variant(plan: Ring | Block | TermBlock, dtype: torch.dtype, w: ScaledTensor, m: int) -> loader.Variant:
+def variant(plan: Ring | Block | Wide | TermBlock, dtype: torch.dtype, w: ScaledTensor, m: int) -> loader.Variant:
     """The kernel of `plan` for m inputs of this dtype and weights like w."""
     defines = {"X_BF16": int(dtype == torch.bfloat16), "SCALES": _scales(w)}
     if not isinstance(plan, TermBlock):

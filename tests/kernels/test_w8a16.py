@@ -7,7 +7,7 @@ from octavo.formats.granularity import PerBlock, PerRow, PerTensor
 from octavo.formats.reference import dequantize_ref, quantize_ref
 from octavo.formats.scaled import ScaledTensor
 from octavo.formats.spec import E4M3, E5M2
-from octavo.kernels.plans import Block, Panels, Ring, TermBlock, Terms
+from octavo.kernels.plans import Block, Panels, Ring, TermBlock, Terms, Wide
 from octavo.ops import w8a16
 from octavo.testing import assert_sqnr
 
@@ -62,6 +62,14 @@ def test_other_plans(plan, granularity, dtype):
     x, q = problem(11, 150, 528, granularity, dtype)
     bias = torch.randn(150, generator=torch.Generator().manual_seed(0)).to(dtype)
     assert_sqnr(w8a16.product(x, q, bias, plan), product(x, q, bias), FLOOR_DB[dtype])
+
+
+@pytest.mark.parametrize("plan", [Wide(1, 1, 2, 3), Wide(3, 2, 1, 2, splits=2)], ids=str)
+def test_some_hundred_tokens(plan):
+    """Tokens, rows and K that fill no block."""
+    x, q = problem(67, 61, 272, PerRow(), torch.bfloat16)
+    bias = torch.randn(61, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert_sqnr(w8a16.product(x, q, bias, plan), product(x, q, bias), FLOOR_DB[torch.bfloat16])
 
 
 @DTYPES
