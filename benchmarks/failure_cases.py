@@ -11,10 +11,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
 from peft import LoraConfig
 from torch import nn
@@ -26,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import gpu_check
 
-from octavo import PerBlock, PerRow, PerTensor, Recipe, Rule, convert, quantize
+from octavo import PerBlock, PerRow, PerTensor, Recipe, Rule, convert, explain, load, quantize
 from octavo.formats.reference import dequantize_ref, quantize_ref
 from octavo.formats.scaled import ScaledTensor
 from octavo.formats.spec import E4M3
@@ -273,16 +275,22 @@ def small_steps_move_the_masters(device: str) -> str:
 
 def tiny(device: str, hidden: int = 64, intermediate: int = 96) -> nn.Module:
     """Two layers of a Llama in FP8 with adapters, fused where the sizes allow it."""
+    return adapted(convert(llama(hidden, intermediate), Recipe.named("channel", activation="token")), device)
+
+
+def llama(hidden: int = 64, intermediate: int = 96) -> LlamaForCausalLM:
     torch.manual_seed(0)
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128}
     config = LlamaConfig(hidden_size=hidden, intermediate_size=intermediate, head_dim=16, **sizes)
-    model = convert(LlamaForCausalLM(config).bfloat16(), Recipe.named("channel", activation="token"))
-    model = get_peft_model(model, LoraConfig(r=8, target_modules=LINEARS, task_type="CAUSAL_LM"))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                assert parameter.dtype == torch.float32, f"{name}: masters are float32"
-                parameter.copy_(torch.randn_like(parameter) / 20)
+    return LlamaForCausalLM(config).bfloat16()
+
+
+def adapted(model: nn.Module, device: str, adapt: Callable[..., Any] = get_peft_model) -> Any:
+    model = adapt(model, LoraConfig(r=8, target_modules=LINEARS, task_type="CAUSAL_LM"))
+    for i, (name, parameter) in enumerate(model.named_parameters()):
+        if "lora_" in name:
+            assert parameter.dtype == torch.float32, f"{name}: masters are float32"
+            parameter.data.copy_(random(tuple(parameter.shape), device, i) / 20)
     return model.to(device).train()
 
 
@@ -370,12 +378,43 @@ def packing_keeps_samples_apart(device: str) -> str:
     lengths = (5, 9)
     ids = torch.randint(128, (1, sum(lengths)), generator=torch.Generator().manual_seed(1)).to(device)
     positions = torch.cat([torch.arange(n) for n in lengths])[None].to(device)
-    with repeatable(device), torch.no_grad():
+    with repeatable(device):
         model = tiny(device)
-        packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits
-        alone = [model(input_ids=part, use_cache=False).logits for part in ids.split(list(lengths), dim=1)]
+        packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits.detach()
+        alone = [model(input_ids=part, use_cache=False).logits.detach() for part in ids.split(list(lengths), dim=1)]
     assert_sqnr(packed, torch.cat(alone, dim=1), 35.0, "packed")
     return "5 and 9 tokens"
+
+
+@check
+def peft_alone_trains_fused(device: str) -> str:
+    """octavo.load and PEFT's own get_peft_model: fused from the first step on, the bits of octavo's get_peft_model, and
+    with either kind of checkpointing; inference before it and after the adapters are gone is not touched."""
+    ids = torch.randint(128, (2, 13), generator=torch.Generator().manual_seed(1)).to(device)
+    with repeatable(device), tempfile.TemporaryDirectory() as folder:
+        llama().save_pretrained(folder)
+        want = gradients(adapted(load(folder, device=device), device), ids)
+        model = adapted(load(folder, device=device), device, peft.get_peft_model)
+        with torch.no_grad():
+            model(input_ids=ids)
+        assert not bound(model), "before training"
+        equal(gradients(model, ids), want, "PEFT's own")
+        assert bound(model) == 2 * 8, "two layers: norms, q, k, v, o, the MLP, and themselves"
+        model.enable_input_require_grads()
+        for reentrant in (True, False):
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+            equal(gradients(model, ids), want, f"use_reentrant={reentrant}")
+        said = explain(model).training
+        base = model.unload()
+        with torch.no_grad():
+            base(input_ids=ids)
+        assert not bound(base), "after unload()"
+    assert torch.device(device).type == "cpu" or said[0].startswith("training: 14 of 14"), said
+    return said[0]
+
+
+def bound(model: nn.Module) -> int:
+    return sum(isinstance(module.__dict__.get("forward"), fused._Forward) for module in model.modules())
 
 
 if __name__ == "__main__":

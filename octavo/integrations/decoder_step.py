@@ -15,8 +15,9 @@ from torch import nn
 from transformers import DynamicCache
 
 from octavo.base.errors import UnsupportedError
+from octavo.integrations.drop_in import FuseInTraining
 from octavo.integrations.float8_cache import window_of
-from octavo.integrations.fused import ACTIVATIONS
+from octavo.integrations.layers import ACTIVATIONS
 from octavo.integrations.measuring import decoder
 from octavo.modules.packed import PackedLinears
 from octavo.ops.attention import CachedKV, attend, attend_prompt
@@ -183,7 +184,12 @@ def _refuse(model: nn.Module, config: Any) -> None:
     if says.out_features > known.num_embeddings:
         got = f"logits of {says.out_features} tokens, embeddings of {known.num_embeddings}"
         raise UnsupportedError(what, got=got, need="an embedding for every token", fix=fix)
-    hooked = [name for name, m in model.named_modules() if m._forward_hooks or m._forward_pre_hooks]
+    hooks = (
+        (name, hook)
+        for name, module in model.named_modules()
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    )
+    hooked = [name for name, hook in hooks if not isinstance(hook, FuseInTraining)]
     if hooked:
         raise UnsupportedError(what, got=f"a hook on '{hooked[0]}'", need="a model without hooks", fix=fix)
     if len({parameter.device for parameter in model.parameters()}) > 1:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+import torch
 from peft.tuners.lora import Linear as LoraLinear
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from octavo.base.hardware import caps_of
 from octavo.base.log import logger
 from octavo.formats.granularity import Granularity, PerBlock, PerRow
 from octavo.formats.scale import is_power_of_two
-from octavo.integrations.fused import FUSED, projection_of
+from octavo.integrations.fused import projection_of
+from octavo.integrations.layers import Layout, layers_of
+from octavo.integrations.measuring import decoder
 from octavo.modules.experts import FrozenFloat8Experts
 from octavo.modules.frozen import FrozenFloat8Linear
 from octavo.ops.backends import BACKENDS, Problem
@@ -46,20 +50,46 @@ def choose_activation(model: nn.Module, given: Chosen | None = None) -> Chosen:
     blocks = sum(m.rule.granularity == BLOCK for m in linears)
     mode = "group128" if 2 * blocks > len(linears) else "token"
     _set(modules, Chosen(mode, "a trial"))
-    fused, reasons = 0, dict[str, int]()
-    for layer in grouped_layers(model):
-        reason = why_not(layer)
-        fused += reason is None
-        if reason:
-            reasons[reason] = reasons.get(reason, 0) + 1
-    total = len(linears) + sum(3 * m.num_experts for m in modules if isinstance(m, FrozenFloat8Experts))
-    if fused >= ENOUGH * total:
-        return Chosen(mode, f"{fused} of {total} FP8 linears multiply in FP8, forward and backward")
-    kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-    most = max(reasons, key=lambda reason: reasons[reason], default=f"decoder '{kind}' runs layer by layer")
-    if fused and total > len(linears):
-        most = "experts run one by one"
-    return _set(modules, Chosen("none", most))
+    found = survey(decoder(model))
+    if found.fused >= ENOUGH * found.total:
+        return Chosen(mode, found.share)
+    return _set(modules, Chosen("none", found.reason))
+
+
+@dataclass(frozen=True)
+class Survey:
+    """FP8 linears of a decoder, experts as three each; how many train fused; the commonest reason of the others."""
+
+    fused: int
+    total: int
+    reason: str
+
+    @property
+    def share(self) -> str:
+        return f"{self.fused} of {self.total} FP8 linears multiply in FP8, forward and backward"
+
+    def __str__(self) -> str:
+        rest = f"; the others run one by one: {self.reason}" if self.reason else ""
+        return f"training: {self.share}{rest}" if self.fused else f"training layer by layer: {self.reason}"
+
+
+def survey(layers: nn.Module) -> Survey:
+    """What the linears of a decoder would do in a step of training, as they are now, with their adapters or none."""
+    modules = list(layers.modules())
+    linears = sum(isinstance(module, FrozenFloat8Linear) for module in modules)
+    total = linears + sum(3 * module.num_experts for module in modules if isinstance(module, FrozenFloat8Experts))
+    layout = Layout.of(layers)
+    groups = [group for layer in layers_of(layers) for group in layout.groups(layer)] if layout else []
+    found = [why_not(linear) for group in groups for linear in group]
+    fused = found.count(None)
+    if fused == total:
+        return Survey(fused, total, "" if total else "no linear in FP8")
+    if fused and total > linears:
+        return Survey(fused, total, "experts run one by one")
+    counts = Counter(reason for reason in found if reason)
+    kind = getattr(getattr(layers, "config", None), "model_type", type(layers).__name__)
+    reason = counts.most_common(1)[0][0] if counts else f"decoder '{kind}' runs layer by layer"
+    return Survey(fused, total, reason)
 
 
 def _blocks_to_rows(linears: Sequence[FrozenFloat8Linear]) -> None:
@@ -84,17 +114,11 @@ def _set(modules: Sequence[FrozenFloat8Linear | FrozenFloat8Experts], chosen: Ch
     return chosen
 
 
-def grouped_layers(model: nn.Module) -> Iterator[nn.Module]:
-    """The linears of the decoder layers that `fuse` has bound."""
-    for module in model.modules():
-        group: Any
-        for group in module.__dict__.get(FUSED, ()):
-            yield from group.layers
-
-
 def why_not(layer: nn.Module) -> str | None:
-    """The reason why a linear of a bound layer is not fused, or None."""
+    """The reason why a linear of a known decoder is not fused, or None."""
     base = layer.base_layer if isinstance(layer, LoraLinear) else layer
+    if isinstance(layer, BaseTunerLayer) and base is layer:
+        return f"adapters of PEFT's {type(layer).__module__.split('.')[2]}"
     if not isinstance(base, FrozenFloat8Linear):
         return "linears in 16 bit"
     granularity = base.rule.granularity
@@ -103,6 +127,10 @@ def why_not(layer: nn.Module) -> str | None:
         refused = _refused(base, op, granularity, base.activation)
         if refused:
             return refused
+    if base.compute_dtype != torch.bfloat16:
+        return f"a model in {base.compute_dtype}, not bfloat16"
     if isinstance(layer, LoraLinear) and any(getattr(d, "p", 0.0) > 0 for d in layer.lora_dropout.values()):
         return "dropout on the inputs of adapters"
+    if isinstance(layer, LoraLinear) and len(layer.active_adapters) > 1:
+        return "several adapters at once"
     return None if projection_of(layer) is not None else f"adapters or hooks of {type(layer).__name__}"

@@ -1,7 +1,8 @@
 """Decoder layers of Transformers on the fused FP8 path: norm + QKV, O, norm + MLP, with PEFT's LoRA or without.
 
-Modules, names and state_dict stay what they are; only `forward` is bound anew, and each call asks again whether it can
-be fused: on a CPU, under torch.compile, with dropout or adapters merged or mixed, the layers run one by one as before.
+Modules, names and state_dict stay what they are; only `forward` is bound, before a step of training (`drop_in`), and
+each call asks again whether it can be fused: on a CPU, under torch.compile, with dropout or adapters merged or mixed,
+the layers run one by one as before.
 """
 
 from __future__ import annotations
@@ -16,90 +17,74 @@ import torch
 from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import PretrainedConfig
 
 from octavo.base.errors import UnsupportedError
 from octavo.base.hardware import caps_of
-from octavo.formats.architectures import FUSED_DECODERS, DecoderLayer
 from octavo.formats.granularity import PerBlock, PerRow, PerTensor
 from octavo.integrations.attention import take_unpacked_heads
+from octavo.integrations.layers import Layout, layers_of
 from octavo.integrations.seen import Seen
 from octavo.modules.frozen import FrozenFloat8Linear
 from octavo.ops.backends import BACKENDS, Problem
 from octavo.ops.fused import codes_suffice
 from octavo.ops.lora import Norm, Projection, gated_mlp, project
 
-ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 MULTIPLIED = {"token": (PerRow(), PerTensor()), "group128": (PerBlock(128, 128),)}  # weights by how inputs are rounded
-GATED = ("gate_proj", "up_proj", "down_proj")
 FUSED = "_octavo_fused"
 SCALE = "_octavo_scale"
 
 
-def fuse(model: nn.Module) -> int:
-    """Bind the fused forward to the decoder layers of FP8 linears that have none yet. Returns how many got it.
+def fuse(decoder: nn.Module) -> int:
+    """Bind the fused forward to the layers of a decoder that are not bound to the modules they have.
 
-    0 for an architecture that is not in FUSED_DECODERS. Sparse MLPs run as they are. Adapters may come and go.
+    Returns how many got it; 0 for an architecture that is not in FUSED_DECODERS. Sparse MLPs run as they are.
     """
-    config = getattr(model, "config", None)
-    config = config.get_text_config(decoder=True) if isinstance(config, PretrainedConfig) else None
-    written = FUSED_DECODERS.get(getattr(config, "model_type", ""))
-    if written is None:
-        return 0
-    named = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
-    activation = ACTIVATIONS.get(named or "")
-    count = 0
-    layer: Any
-    for layer in list(model.modules()):
-        attention, norm = (getattr(layer, name, None) for name in ("self_attn", "input_layernorm"))
-        if attention is None or norm is None or FUSED in layer.__dict__:
-            continue
-        if any(isinstance(module, FrozenFloat8Linear) for module in layer.modules()):
-            _Binding(layer, written, activation).bind()
-            count += 1
+    layout, count = Layout.of(decoder), 0
+    for layer in layers_of(decoder) if layout else ():
+        binding: _Binding | None = layer.__dict__.get(FUSED)
+        if layout and (binding is None or not binding.holds()):
+            count += bool(_Binding(layer, layout).groups)
     if count:
-        take_unpacked_heads(next(model.parameters()).device)
+        take_unpacked_heads(next(decoder.parameters()).device)
     return count
 
 
 class _Binding:
-    """What is bound in one decoder layer: anew where its modules are no longer those it was bound to.
+    """What is bound in one decoder layer: undone where its modules are no longer those it was bound to.
 
     PEFT exchanges modules as adapters come and go, and who skips a norm must know who does its work.
     """
 
-    def __init__(self, layer: nn.Module, written: DecoderLayer, activation: str | None) -> None:
-        self.layer, self.written, self.activation = layer, written, activation
+    def __init__(self, layer: nn.Module, layout: Layout) -> None:
+        self.layer, self.holding = layer, True
         self.forwards: list[_Forward] = []
+        self.groups: list[_Group | _Mlp] = []
         self.modules: list[tuple[nn.Module, str, nn.Module]] = []
-
-    def bind(self) -> None:
-        layer, offset = cast(Any, self.layer), self.written.norm_offset
-        attention, mlp = layer.self_attn, getattr(layer, "mlp", None)
-        self.modules = [(layer, name, module) for name, module in layer.named_children()]
-        for parent in (attention, mlp):
+        for parent in (layer, cast(Any, layer).self_attn, getattr(layer, "mlp", None)):
             self.modules += [(parent, name, module) for name, module in parent.named_children()] if parent else []
-        queries_keys_values = [getattr(attention, name) for name in ("q_proj", "k_proj", "v_proj")]
-        first = _Group(self, layer.input_layernorm, queries_keys_values, offset)
-        groups: list[_Group | _Mlp] = [first, _Group(self, None, [attention.o_proj])]
-        if self.activation and mlp is not None and all(hasattr(mlp, name) for name in GATED):
-            norm = getattr(layer, self.written.mlp_norm)
-            gated = _Mlp(self, norm, mlp, self.activation, offset)
-            groups.append(gated)
-            if (
-                self.written.plain and "forward" not in layer.__dict__
-            ):  # what accelerate wraps moves inputs between devices
-                _PlainLayer(self, first, gated)
-        layer.__dict__[FUSED] = groups
+        layer.__dict__[FUSED] = self
+        if groups := layout.groups(layer):
+            self._bind(layout, *groups)
+
+    def _bind(self, layout: Layout, qkv: list[nn.Module], o: list[nn.Module], gated: Sequence[nn.Module] = ()) -> None:
+        layer, written = cast(Any, self.layer), layout.written
+        first = _Group(self, layer.input_layernorm, qkv, written.norm_offset)
+        self.groups = [first, _Group(self, None, o)]
+        if layout.activation and gated:
+            norm = getattr(layer, written.mlp_norm)
+            mlp = _Mlp(self, norm, layer.mlp, gated, layout.activation, written.norm_offset)
+            self.groups.append(mlp)
+            if written.plain and "forward" not in layer.__dict__:  # what accelerate wraps moves inputs between devices
+                _PlainLayer(self, first, mlp)
 
     def holds(self) -> bool:
-        """Whether all modules are still those that were bound; binds anew where they are not."""
-        if all(parent._modules.get(name) is module for parent, name, module in self.modules):
+        """Whether all modules are still those that were bound; undoes what is bound where they are not."""
+        if self.holding and all(parent._modules.get(name) is module for parent, name, module in self.modules):
             return True
         for forward in reversed(self.forwards):
             forward.undo()
         self.forwards.clear()
-        self.bind()
+        self.holding = False  # even if they become so again
         return False
 
 
@@ -177,10 +162,15 @@ class _Mlp:
     """norm, gate and up, activation, down."""
 
     def __init__(
-        self, binding: _Binding, norm: nn.Module, mlp: nn.Module, activation: str, norm_offset: float = 0.0
+        self,
+        binding: _Binding,
+        norm: nn.Module,
+        mlp: nn.Module,
+        layers: Sequence[nn.Module],
+        activation: str,
+        norm_offset: float,
     ) -> None:
-        self.norm, self.norm_offset, self.activation = norm, norm_offset, activation
-        self.layers = [cast(nn.Module, getattr(mlp, name)) for name in GATED]
+        self.norm, self.norm_offset, self.activation, self.layers = norm, norm_offset, activation, list(layers)
         self.skipped = _SkippedNorm(binding, norm, self.layers)
         self.residual = False
         self.added: tuple[torch.Tensor, torch.Tensor] | None = None  # the next x, and what to add to it

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from octavo.base.errors import ConfigError, did_you_mean
 from octavo.formats.architectures import ADAPTED_STACKS
-from octavo.integrations.fused import fuse
+from octavo.integrations.drop_in import fuse_in_training
 from octavo.integrations.lora_layer import Float8LoraLinear, MergedLoraLinear, check_config
 from octavo.modules.experts import FrozenFloat8Experts
 from octavo.modules.frozen import FrozenFloat8Linear
@@ -31,8 +31,7 @@ def register(config: LoraConfig) -> LoraConfig:
 
 
 def get_peft_model(model: nn.Module, config: LoraConfig, **options: Any) -> PeftModel:
-    """peft.get_peft_model over an Octavo model, with a LoRA layer that can merge and, where inputs are quantized per
-    token on a GPU with FP8 units, the fused forward of `fused`. options: of PEFT's function.
+    """peft.get_peft_model over an Octavo model, with a LoRA layer that can merge. options: of PEFT's function.
 
     ConfigError for what cannot work over FP8 codes: adapters other than LoRA, DoRA, initialisations that read the base
     weight, modules_to_save that are FP8.
@@ -41,7 +40,7 @@ def get_peft_model(model: nn.Module, config: LoraConfig, **options: Any) -> Peft
     _refuse_training_codes(model, config.modules_to_save or ())
     with _one_name_too_old():
         adapted = peft_get_peft_model(model, config, **options)
-    fuse(adapted)
+    fuse_in_training(adapted)
     return adapted
 
 
@@ -105,7 +104,7 @@ def load_adapter(model: nn.Module, folder: Path | str, *, trainable: bool = Fals
     config.inference_mode = not trainable
     with _one_name_too_old():
         adapted = PeftModel.from_pretrained(model, str(folder), is_trainable=trainable, config=register(config))
-    fuse(adapted)
+    fuse_in_training(adapted)
     return adapted
 
 

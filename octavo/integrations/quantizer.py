@@ -21,6 +21,7 @@ from octavo.base.errors import CheckpointError, ConfigError, OctavoError
 from octavo.base.log import logger
 from octavo.formats.fitting import unfit
 from octavo.formats.recipe import Recipe
+from octavo.integrations.drop_in import fuse_in_training
 from octavo.integrations.load_plan import LoadPlan, make_plan
 from octavo.integrations.streaming import Streamer, unfilled
 from octavo.modules.experts import FrozenFloat8Experts
@@ -261,6 +262,7 @@ class OctavoQuantizer(HfQuantizer):  # type: ignore[misc]
         kept = [c for c in model._weight_conversions if not linear & set(c.source_patterns)]
         model._weight_conversions = kept
         self.streamer.checkpoint = self.streamer.solve = None
+        fuse_in_training(model)
         return model
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

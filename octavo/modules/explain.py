@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Protocol, cast, runtime_checkable
 
 import torch
 from torch import nn
@@ -34,14 +34,25 @@ class LayerKernels:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` found; print it. sixteen_bit: linears that are not in FP8, which torch multiplies."""
+    """What `explain` found; print it. sixteen_bit: linears that are not in FP8, which torch multiplies.
+
+    training: how a step of LoRA runs where the model is, and why, for models of `octavo.load`.
+    """
 
     layers: tuple[LayerKernels, ...]
     sixteen_bit: tuple[str, ...]
+    training: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        rest = f"{len(self.sixteen_bit)} linears in 16 bit: torch" if self.sixteen_bit else ""
-        return "\n".join([*(str(layer) for layer in self.layers), *([rest] if rest else [])])
+        rest = (f"{len(self.sixteen_bit)} linears in 16 bit: torch",) if self.sixteen_bit else ()
+        return "\n".join([*(str(layer) for layer in self.layers), *rest, *self.training])
+
+
+@runtime_checkable
+class Explains(Protocol):
+    """A hook that knows what it makes of the module it is on."""
+
+    def explain(self, module: nn.Module) -> str: ...
 
 
 def explain(model: nn.Module, tokens: Sequence[int] = (1, 64, 4096), gpu: str | None = None) -> Explanation:
@@ -63,7 +74,11 @@ def explain(model: nn.Module, tokens: Sequence[int] = (1, 64, 4096), gpu: str | 
     for problem, names in groups.items():
         caps = caps_named(gpu) if gpu else caps_of(devices[problem])
         found.append(LayerKernels(tuple(names), tuple(_choice(problem, m, caps) for m in tokens)))
-    return Explanation(tuple(found), tuple(rest))
+    hooks: Iterator[tuple[nn.Module, object]] = (
+        (module, hook) for module in model.modules() for hook in module._forward_pre_hooks.values()
+    )
+    training = tuple(hook.explain(module) for module, hook in hooks if isinstance(hook, Explains))
+    return Explanation(tuple(found), tuple(rest), training)
 
 
 def _problems(name: str, module: nn.Module) -> list[tuple[str, Problem, torch.device]]:

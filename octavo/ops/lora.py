@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from octavo.formats.scaled import ScaledTensor
 from octavo.ops import adapter_columns, adapter_gradients, fused, groups, native
@@ -108,6 +109,7 @@ class _Project(torch.autograd.Function):
         return (*results, x.view_as(x)) if pass_on else results
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         x, rstd, codes, scale, low, a_codes, a_unit, *adapters = ctx.saved_tensors
         projections = _with_adapters(ctx.projections, adapters)
@@ -167,6 +169,7 @@ class _GatedMlp(torch.autograd.Function):
         return x.new_empty(()).expand(*x.shape[:-1], down.weight.shape[0])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         x, rstd, *rest = ctx.saved_tensors
         q, h, gate, up = (kept_input(rest[i], rest[i + 1], ctx.projections) for i in (0, 2, 4, 6))
@@ -202,6 +205,7 @@ class _LastProduct(torch.autograd.Function):
         return y.reshape(stand_in.shape)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         return grads[0], None
 

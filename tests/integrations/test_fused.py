@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -14,7 +14,10 @@ import octavo
 from octavo import Recipe, convert
 from octavo.base.errors import UnsupportedError
 from octavo.integrations import fused
-from octavo.integrations.peft import get_peft_model
+from octavo.integrations.drop_in import fuse_in_training
+from octavo.integrations.layers import GATED
+from octavo.integrations.measuring import decoder
+from octavo.integrations.peft import register
 from octavo.modules.experts import FrozenFloat8Experts
 from octavo.modules.frozen import FrozenFloat8Linear
 from octavo.testing import sqnr_db
@@ -43,7 +46,7 @@ FAMILIES = {
 OTHERS = {"olmo2": {}, "phi3": {"pad_token_id": 0}, "cohere": {"pad_token_id": 0}, "starcoder2": {}, "gpt_neox": {}}
 
 
-def build(family="llama", activation="token", dropout=0.0, scheme="channel", sizes=None, targets=None):
+def build(family="llama", activation="token", dropout=0.0, scheme="channel", sizes=None, targets=None, ours=False):
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **(SIZES | {**FAMILIES, **OTHERS}[family] | (sizes or {})))
     attention = "eager" if family == "gemma2" else "sdpa"  # Transformers has no SDPA for soft caps
@@ -55,17 +58,26 @@ def build(family="llama", activation="token", dropout=0.0, scheme="channel", siz
             if name.endswith("bias"):
                 parameter.copy_(torch.randn_like(parameter) / 50)
     model = convert(model, Recipe.named(scheme, activation=activation))
-    targets = targets or ["q_proj", "k_proj", "v_proj", "o_proj", *([] if family in SPARSE else fused.GATED)]
-    return adapted(model, "all-linear" if family in OTHERS else targets, dropout)
+    targets = targets or ["q_proj", "k_proj", "v_proj", "o_proj", *([] if family in SPARSE else GATED)]
+    return adapted(model, "all-linear" if family in OTHERS else targets, dropout, ours)
 
 
-def adapted(model, targets, dropout=0.0):
-    model = get_peft_model(model, LoraConfig(r=4, target_modules=targets, lora_dropout=dropout, task_type="CAUSAL_LM"))
+def adapted(model, targets, dropout=0.0, ours=False):
+    """By PEFT's own get_peft_model, over a model as `octavo.load` leaves it. ours: with layers that can merge."""
+    fuse_in_training(model)
+    config = LoraConfig(r=4, target_modules=targets, lora_dropout=dropout, task_type="CAUSAL_LM")
+    model = get_peft_model(model, register(config) if ours else config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.copy_(torch.randn_like(parameter) / 100)
     return model.train()
+
+
+def bound(model):
+    """As after a step of training."""
+    assert fused.fuse(decoder(model)) == 2
+    return model
 
 
 class Calls(list):
@@ -128,7 +140,7 @@ def test_the_same_step(everywhere, plain, family):
     model = build(family)
     exact, exact_grads = plain(unquantized, model)
     want, want_grads = plain(step, model)
-    assert not everywhere and fused.fuse(model) == 0, "get_peft_model did it"
+    assert not everywhere and fused.fuse(decoder(model)) == 0, "the hook did it"
     found, grads = step(model)
     assert everywhere == ["project", "project", *([] if family in SPARSE else ["gated_mlp"])] * 2
     assert sqnr_db(found, exact) > sqnr_db(want, exact) - 3
@@ -213,7 +225,7 @@ def plainly(model):
 
 @pytest.mark.parametrize("state", ["dropout", "weights only", "merged", "disabled", "two adapters", "evaluation"])
 def test_what_is_not_fused_runs_as_before(everywhere, plain, state):
-    model = build(activation="none" if state == "weights only" else "token")
+    model = bound(build(activation="none" if state == "weights only" else "token", ours=True))
     if state == "two adapters":
         model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
         model.base_model.set_adapter(["default", "second"])
@@ -239,7 +251,7 @@ def test_what_is_not_fused_runs_as_before(everywhere, plain, state):
 
 def test_named_adapters_per_row_are_peft_s(plain):
     """PEFT passes adapter_names to each layer, after the norm has passed its input on."""
-    model = build().eval()
+    model = bound(build()).eval()
     names = ["default", "__base__"]
     with torch.no_grad():
         want = plain(model, input_ids=tokens(), adapter_names=names).logits
@@ -269,7 +281,7 @@ def as_exchanged(model, how):
 def test_modules_that_peft_exchanges(everywhere, plain, how):
     """Whoever skips a norm knows who does its work now, and every adapter has its gradient."""
     torch.manual_seed(0)
-    model = build(targets=["q_proj", "down_proj"])
+    model = build(targets=["q_proj", "down_proj"], ours=True)
     step(model)
     model = as_exchanged(model, how)
     everywhere.clear()
@@ -287,7 +299,7 @@ def test_modules_that_peft_exchanges(everywhere, plain, how):
 
 def test_a_projection_called_by_itself(everywhere):
     """Its input has not come through the norm, which nobody skips then."""
-    model = build()
+    model = bound(build())
     layer = model.base_model.model.model.layers[0]
     x = torch.randn(1, 3, 64, dtype=torch.bfloat16)
     want = type(layer.self_attn.k_proj).forward(layer.self_attn.k_proj, x)
@@ -295,7 +307,7 @@ def test_a_projection_called_by_itself(everywhere):
 
 
 def test_a_copy_stands_alone(everywhere):
-    model = build()
+    model = bound(build())
     other = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in other.parameters():
@@ -306,7 +318,7 @@ def test_a_copy_stands_alone(everywhere):
 
 def test_hooks_see_what_they_always_saw(plain):
     """An observer of a projection's input gets the normalized values, not what the fused norm passed on."""
-    model, seen = build(), []
+    model, seen = bound(build()), []
     layer = model.base_model.model.model.layers[1]
     for module in (layer.self_attn.k_proj, layer.mlp.up_proj):
         module.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
@@ -318,7 +330,7 @@ def test_hooks_see_what_they_always_saw(plain):
 
 def test_what_accelerate_wraps_stays_wrapped(everywhere):
     """A model on several devices: its hooks move the inputs of layers and linears."""
-    model, seen = build().base_model.unload(), []
+    model, seen = build().unload(), []
 
     class Hook(ModelHook):
         def pre_forward(self, module, *args, **options):
@@ -326,13 +338,9 @@ def test_what_accelerate_wraps_stays_wrapped(everywhere):
             return args, options
 
     first, second = model.model.layers
-    for layer in (first, second):
-        del layer.__dict__[fused.FUSED], layer.forward
     hooked = [first, second.self_attn.k_proj, second.post_attention_layernorm]
     for module in hooked:
-        module.__dict__.pop("forward", None)
         add_hook_to_module(module, Hook())
-    assert fused.fuse(model) == 2
     model.get_input_embeddings().requires_grad_(True)
     everywhere.clear()
     step(model.train())
@@ -340,7 +348,7 @@ def test_what_accelerate_wraps_stays_wrapped(everywhere):
 
 
 def test_a_compiled_model_is_one_graph(everywhere, plain):
-    model = build()
+    model = bound(build())
     want = plain(model, input_ids=tokens()).logits
     found = torch.compile(model, backend="eager", fullgraph=True)(input_ids=tokens()).logits
     assert not everywhere and torch.equal(found, want)
@@ -348,16 +356,15 @@ def test_a_compiled_model_is_one_graph(everywhere, plain):
 
 def test_not_known_not_touched(everywhere):
     assert fused.fuse(torch.nn.Linear(4, 4)) == 0
-    model = build().base_model.model
-    for layer in model.model.layers:
-        del layer.__dict__[fused.FUSED]
+    model = build()
     model.config.model_type = "unheard-of"
-    assert fused.fuse(model) == 0
+    step(model)
+    assert not everywhere and fused.fuse(decoder(model)) == 0
 
 
 def test_checkpointed_group_frees_what_it_hands_out(everywhere):
     """The group keeps neither its input nor its outputs."""
-    model = build()
+    model = bound(build())
     layer = model.base_model.model.model.layers[0]
     x = torch.randn(1, 3, 64, dtype=torch.bfloat16, requires_grad=True)
     attention = layer.self_attn
@@ -366,20 +373,20 @@ def test_checkpointed_group_frees_what_it_hands_out(everywhere):
         return attention.q_proj(x).sum() + attention.k_proj(x).sum() + attention.v_proj(x).sum()
 
     checkpoint(run, layer.input_layernorm(x), use_reentrant=False).backward()
-    group = layer.__dict__[fused.FUSED][0]
+    group = layer.__dict__[fused.FUSED].groups[0]
     assert x.grad.any() and not group.outputs
 
 
 def test_a_model_made_in_inference_mode(everywhere, plain):
     with torch.inference_mode():
-        model = build().eval()
+        model = bound(build()).eval()
         assert sqnr_db(model(input_ids=tokens()).logits, plain(model, input_ids=tokens()).logits) > 20
     assert len(everywhere) == 6
 
 
 def test_inputs_on_another_device(everywhere):
     """As nn.DataParallel makes them: its copies of modules share what was bound to the first."""
-    layer = build().base_model.model.model.layers[0].self_attn.o_proj
+    layer = decoder(bound(build())).layers[0].self_attn.o_proj
     layer.base_layer.to("meta")
     with pytest.raises(UnsupportedError, match=r"inputs on cpu, weights on meta.*start it with torchrun"):
         layer(torch.zeros(2, 64, dtype=torch.bfloat16))

@@ -1,0 +1,46 @@
+"""How decoders of Transformers are laid out: which of their layers are known, and which projections run as one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import nn
+
+from octavo.formats.architectures import FUSED_DECODERS, DecoderLayer
+from octavo.modules.frozen import FrozenFloat8Linear
+
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+QKV, GATED = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """written: how a layer is put together. activation: of its MLP; None where that is no fused one."""
+
+    written: DecoderLayer
+    activation: str | None
+
+    @classmethod
+    def of(cls, decoder: nn.Module) -> Layout | None:
+        """None for an architecture that is not in FUSED_DECODERS."""
+        config = getattr(decoder, "config", None)
+        written = FUSED_DECODERS.get(getattr(config, "model_type", ""))
+        named = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
+        return Layout(written, ACTIVATIONS.get(named or "")) if written else None
+
+    def groups(self, layer: nn.Module) -> list[list[nn.Module]]:
+        """The projections that run together: QKV; O; those of a gated MLP. Empty where no linear is in FP8."""
+        attention, mlp = cast(Any, layer).self_attn, getattr(layer, "mlp", None)
+        if not any(isinstance(module, FrozenFloat8Linear) for module in layer.modules()):
+            return []
+        groups = [[getattr(attention, name) for name in QKV], [attention.o_proj]]
+        if self.activation and mlp is not None and all(hasattr(mlp, name) for name in GATED):
+            groups.append([getattr(mlp, name) for name in GATED])
+        return groups
+
+
+def layers_of(decoder: nn.Module) -> list[nn.Module]:
+    """The layers of a decoder that have an attention and a norm before it."""
+    stacks = [child for child in decoder.children() if isinstance(child, nn.ModuleList)]
+    return [layer for stack in stacks for layer in stack if {"self_attn", "input_layernorm"} <= layer._modules.keys()]
