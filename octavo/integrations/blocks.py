@@ -17,7 +17,7 @@ from torch import nn
 
 from octavo.base.errors import CheckpointError, DataError
 from octavo.base.log import Advance
-from octavo.integrations.measuring import decoder
+from octavo.integrations.layers import decoder
 from octavo.modules.moments import Inputs, MomentObserver, MomentSums, TokenWeights, fast_products, fisher_backward
 
 Groups = Mapping[str, list[str]]

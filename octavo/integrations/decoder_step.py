@@ -17,8 +17,7 @@ from transformers import DynamicCache
 from octavo.base.errors import UnsupportedError
 from octavo.integrations.drop_in import FuseInTraining
 from octavo.integrations.float8_cache import window_of
-from octavo.integrations.layers import ACTIVATIONS
-from octavo.integrations.measuring import decoder
+from octavo.integrations.layers import ACTIVATIONS, decoder
 from octavo.modules.packed import PackedLinears
 from octavo.ops.attention import CachedKV, attend, attend_prompt
 from octavo.ops.decode import HeadNorms, Positions, gate, residual_norm, rotate_and_append

@@ -14,7 +14,7 @@ from torch import nn
 
 from octavo.base.log import logger
 from octavo.base.packages import version_of
-from octavo.integrations.measuring import decoder
+from octavo.integrations.layers import decoder
 
 
 class FuseInTraining:

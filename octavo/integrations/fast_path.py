@@ -16,8 +16,7 @@ from octavo.base.log import logger
 from octavo.formats.granularity import Granularity, PerBlock, PerRow
 from octavo.formats.scale import is_power_of_two
 from octavo.integrations.fused import projection_of
-from octavo.integrations.layers import Layout, layers_of
-from octavo.integrations.measuring import decoder
+from octavo.integrations.layers import Layout, decoder, layers_of
 from octavo.modules.experts import FrozenFloat8Experts
 from octavo.modules.frozen import FrozenFloat8Linear
 from octavo.ops.backends import BACKENDS, Problem

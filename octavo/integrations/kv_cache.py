@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from octavo.base.errors import ConfigError, UnsupportedError
-from octavo.integrations.measuring import decoder, logits, new_cache
+from octavo.integrations.layers import decoder
+from octavo.integrations.measuring import logits, new_cache
 from octavo.modules.kv_cache import TENSOR, Float8KVWriter
 from octavo.ops.quantize import fake_quantize
 

@@ -44,3 +44,11 @@ def layers_of(decoder: nn.Module) -> list[nn.Module]:
     """The layers of a decoder that have an attention and a norm before it."""
     stacks = [child for child in decoder.children() if isinstance(child, nn.ModuleList)]
     return [layer for stack in stacks for layer in stack if {"self_attn", "input_layernorm"} <= layer._modules.keys()]
+
+
+def decoder(model: nn.Module) -> nn.Module:
+    """The stack of layers of a causal language model, without its head; of a wrapper, that of its text model."""
+    found: Any = cast(Any, model).get_decoder()
+    while found.get_output_embeddings() is not None:  # some classes call all of themselves the decoder
+        found = found.base_model if found.base_model is not found else found.model
+    return cast(nn.Module, found)

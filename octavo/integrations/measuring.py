@@ -17,6 +17,7 @@ from octavo.base.log import logger, progress
 from octavo.formats.granularity import PerTensor
 from octavo.formats.recipe import Recipe
 from octavo.integrations.hub import first_line, load_tokenizer, resolve_model
+from octavo.integrations.layers import decoder
 from octavo.integrations.load_plan import LoadPlan, sources_on_disk
 from octavo.integrations.loading import auto_class, device_of, load_config, load_folder, refuse_other_methods
 from octavo.modules.convert import convert
@@ -264,14 +265,6 @@ def attention_names(model: nn.Module, stored: StoredNames) -> dict[int, str]:
 def show_experts(model: nn.Module) -> None:
     """Run stacked experts one by one from now on: grouped products do not show which expert was given which input."""
     cast(Any, model).set_experts_implementation("eager")
-
-
-def decoder(model: nn.Module) -> nn.Module:
-    """The stack of layers of a causal language model, without its head; of a wrapper, that of its text model."""
-    found: Any = cast(Any, model).get_decoder()
-    while found.get_output_embeddings() is not None:  # some classes call all of themselves the decoder
-        found = found.base_model if found.base_model is not found else found.model
-    return cast(nn.Module, found)
 
 
 def _cached(model: nn.Module, cache: Any) -> dict[str, Any]:

@@ -132,7 +132,7 @@ def _backends(target: HardwareCaps) -> list[BackendLine]:
             chosen = name == choice.backend
             line = BackendLine(op=problem.op, name=name, problem=text, chosen=chosen, reason=reason)
             lines.append(line.model_copy(update={"kernel": choice.kernel}) if chosen else line)
-    return lines + _attention(target)
+    return lines + _attention(target) + _training(target, device)
 
 
 def _attention(target: HardwareCaps) -> list[BackendLine]:
@@ -142,6 +142,17 @@ def _attention(target: HardwareCaps) -> list[BackendLine]:
     return [
         BackendLine(**call, name="codes", chosen=reason is None, reason=reason),
         BackendLine(**call, name="decoded", chosen=reason is not None, reason=None),
+    ]
+
+
+def _training(target: HardwareCaps, device: str) -> list[BackendLine]:
+    """How LoRA over FP8 trains: decoder layers fused, where FP8 products run forward and backward."""
+    products = Problem("linear", device, m=4096, activation="token"), Problem("linear_dx", device, m=4096)
+    reason = next((why for problem in products if (why := BACKENDS["native"].refuse(problem, target))), None)
+    call = {"op": "training", "problem": "LoRA step bfloat16, activations token"}
+    return [
+        BackendLine(**call, name="fused", chosen=reason is None, reason=reason),
+        BackendLine(**call, name="layer by layer", chosen=reason is not None, reason=None),
     ]
 
 

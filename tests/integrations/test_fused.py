@@ -15,8 +15,7 @@ from octavo import Recipe, convert
 from octavo.base.errors import UnsupportedError
 from octavo.integrations import fused
 from octavo.integrations.drop_in import fuse_in_training
-from octavo.integrations.layers import GATED
-from octavo.integrations.measuring import decoder
+from octavo.integrations.layers import GATED, decoder
 from octavo.integrations.peft import register
 from octavo.modules.experts import FrozenFloat8Experts
 from octavo.modules.frozen import FrozenFloat8Linear
@@ -205,22 +204,6 @@ def test_what_the_fused_layers_do_not_give_is_not_lost(everywhere, plain, case):
         want.keys() == found.keys() and everywhere == ["project", *(["gated_mlp"] if case == "bias trains" else [])] * 2
     )
     assert all(not torch.equal(x, y) for x, y in seen)
-
-
-def test_checkpointing_changes_nothing(everywhere):
-    model = build().train()
-    want, want_grads = step(model)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.enable_input_require_grads()
-    found, grads = step(model)
-    assert torch.equal(found, want) and all(torch.equal(grads[name], want_grads[name]) for name in want_grads)
-    assert len(everywhere) == 6 + 12
-
-
-def plainly(model):
-    """Logits of the modules as they are without `fuse`."""
-    with torch.no_grad():
-        return model(input_ids=tokens()).logits
 
 
 @pytest.mark.parametrize("state", ["dropout", "weights only", "merged", "disabled", "two adapters", "evaluation"])

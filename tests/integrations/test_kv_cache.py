@@ -12,7 +12,8 @@ from octavo.formats.granularity import PerRow, PerTensor
 from octavo.formats.reference import dequantize_ref, quantize_ref
 from octavo.formats.spec import E4M3
 from octavo.integrations.kv_cache import cached_logits
-from octavo.integrations.measuring import decoder, load_base, logits
+from octavo.integrations.layers import decoder
+from octavo.integrations.measuring import load_base, logits
 from octavo.modules.kv_cache import Float8KVWriter
 from tests.conftest import TINY
 

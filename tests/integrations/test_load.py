@@ -285,26 +285,6 @@ def test_saving_what_every_engine_serves_says_nothing(tiny_llama_128, tmp_path, 
     assert not caplog.text
 
 
-def test_lora_trains_through_trainer(tiny_llama, tmp_path):
-    from datasets import Dataset
-    from peft import LoraConfig, get_peft_model
-    from transformers import Trainer, TrainingArguments
-
-    model = octavo.load(tiny_llama, device="cpu", activation="none")
-    before = {name: p.clone() for name, p in states(model).items()}
-    peft = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
-    data = Dataset.from_dict({"input_ids": IDS.tolist(), "labels": IDS.tolist()})
-    settings = {"use_cpu": True, "max_steps": 3, "report_to": [], "save_strategy": "no", "disable_tqdm": True}
-    result = Trainer(peft, TrainingArguments(tmp_path, **settings), train_dataset=data).train()
-    assert result.metrics["train_loss"] > 0
-    adapters = [p for name, p in peft.named_parameters() if "lora_B" in name]
-    assert len(adapters) == 14
-    assert all(p.abs().sum() > 0 for p in adapters)
-    for name, module in float8_modules(peft).items():
-        leaf = name.removeprefix("base_model.model.").removesuffix(".base_layer")
-        assert torch.equal(module.weight, before[f"{leaf}.weight"])
-
-
 @pytest.mark.slow
 def test_the_demo_model_in_float8(demo_model):
     from octavo.integrations.data import load_texts, token_windows

@@ -1,5 +1,7 @@
 """LoRA over FP8 with FP8 products: outputs and gradients against float64 autograd over the dequantized operands."""
 
+import importlib
+import pkgutil
 from dataclasses import replace
 
 import pytest
@@ -7,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+import octavo.ops
 from octavo.formats.granularity import PerBlock, PerGroup, PerRow, PerTensor
 from octavo.formats.reference import dequantize_ref, quantize_ref
 from octavo.formats.spec import E4M3
@@ -271,3 +274,17 @@ def test_gated_mlp_per_block():
     want.backward(grad.double())
     for mine, theirs in zip(found, [wide.grad, *(p.grad for p in parameters)], strict=True):
         assert sqnr_db(mine, theirs) > QUANTIZED - 5
+
+
+def test_second_derivatives_are_an_error():
+    """A gradient of a gradient would lack what the functions' own backward rounds away: every one of them refuses."""
+    for module in pkgutil.iter_modules(octavo.ops.__path__, "octavo.ops."):
+        importlib.import_module(module.name)
+    ours = [kind for kind in torch.autograd.Function.__subclasses__() if kind.__module__.startswith("octavo.ops.")]
+    assert {"_Project", "_GatedMlp"} < {kind.__name__ for kind in ours}
+    assert all(hasattr(kind.backward, "__wrapped__") for kind in ours), "once_differentiable"
+    x, parts = inputs(32).requires_grad_(), [projection(48, 32, 1), projection(48, 32, 2), projection(32, 48, 3)]
+    for y in (*project(x, parts[:2]), gated_mlp(x, *parts, "silu")):
+        (dx,) = torch.autograd.grad(y.float().square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            dx.float().square().sum().backward()

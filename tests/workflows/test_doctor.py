@@ -24,7 +24,7 @@ def test_one_backend_is_chosen_per_call_and_it_does_not_refuse():
     for call in calls:
         chosen = [line for line in report.backends if line.problem == call and line.chosen]
         assert [line.reason for line in chosen] == [None], call
-    assert {line.name for line in report.backends} == {*BACKENDS, "codes", "decoded"}
+    assert {line.name for line in report.backends} == {*BACKENDS, "codes", "decoded", "fused", "layer by layer"}
 
 
 @pytest.mark.parametrize("gpu", ["sm80", "h100", "rtx5090"])
@@ -33,6 +33,8 @@ def test_another_gpu(gpu):
     assert report.target != "cpu"
     cpu = [line.reason for line in report.backends if line.name == "cpu"]
     assert all("CPU" in reason for reason in cpu)
+    (fused,) = (line for line in report.backends if line.name == "fused")
+    assert fused.chosen is (gpu != "sm80") and ("sm89 or later" in (fused.reason or "")) is (gpu == "sm80")
 
 
 def test_unknown_gpu():
