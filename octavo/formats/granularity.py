@@ -95,6 +95,9 @@ class PerRow(Granularity):
     def tile(self) -> tuple[int, int]:
         return (1, 0)
 
+    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (*shape[:-1], 1)
+
 
 @dataclass(frozen=True)
 class PerGroup(Granularity):

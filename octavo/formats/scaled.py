@@ -29,8 +29,8 @@ class ScaledTensor:
             raise ShapeError("ScaledTensor codes", got=str(self.codes.dtype), need="uint8; view float8 as uint8 first")
         if self.scale.dtype != torch.float32:
             raise ShapeError("ScaledTensor scale", got=str(self.scale.dtype), need="float32")
-        want = self.granularity.scale_shape(tuple(self.codes.shape))
-        if tuple(self.scale.shape) != want:
+        want = self.granularity.scale_shape(self.codes.shape)
+        if self.scale.shape != want:
             got = f"{list(self.scale.shape)} for codes {list(self.codes.shape)}"
             raise ShapeError(f"ScaledTensor scale, {self.granularity}", got=got, need=str(list(want)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 MAX_TOKENS = 16  # that w8a16_ring.cu takes
 MAX_TOKEN_WIDTH = 512 * 8 * 8  # values of a row: threads, rounds of registers, values a load
@@ -36,6 +37,7 @@ class RowBlock:
 # Measured on an H200 (benchmarks/log.md): bound by arithmetic; columns in registers are worth having few warps.
 
 
+@lru_cache(maxsize=1024)
 def row_block(k: int, fold: bool = False) -> RowBlock:
     """For a row of k <= MAX_TOKEN_WIDTH values: 128 to 512 threads, four rounds or, where that is not enough, eight.
 
@@ -52,6 +54,7 @@ def row_block(k: int, fold: bool = False) -> RowBlock:
     return RowBlock(threads, -(-vectors // threads))
 
 
+@lru_cache(maxsize=1024)
 def gated_block(k: int, backward: bool, shared: int) -> RowBlock:
     """For a row of k values a matrix. shared: bytes of shared memory that a block can have.
 

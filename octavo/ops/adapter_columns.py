@@ -38,6 +38,8 @@ STEP = 16  # of the sizes that FP8 products take
 COLUMNS = 128  # what they go through at once: fewer are no faster, and rows stay on lines of the cache
 LEAST = 2.0**-100  # of scales: their inverse is finite, and so is what it multiplies
 WARPS = 8  # of a block of threads, a row each
+DOWNS = loader.Variant("downs.cu", ())
+UPS = [loader.Variant("ups.cu", (("BLOCKS", blocks),)) for blocks in (0, 1)]
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,8 @@ def room_for(k: int, rank: int, w: ScaledTensor | None = None) -> int:
 
 def encode_downs(adapters: Sequence[torch.Tensor], scalings: Sequence[float]) -> Downs:
     """A of up to three adapters; any float dtype."""
-    rank, k = sum(len(a) for a in adapters), adapters[0].shape[1]
+    ends = list(accumulate(a.shape[0] for a in adapters))
+    rank, k = ends[-1], adapters[0].shape[1]
     room, device = _columns(rank), adapters[0].device
     if not fused.on_kernels(adapters[0]):
         a = torch.cat([part.detach().float() for part in adapters])
@@ -80,12 +83,11 @@ def encode_downs(adapters: Sequence[torch.Tensor], scalings: Sequence[float]) ->
         by = torch.cat([step.new_full((len(part),), s) for part, s in zip(adapters, scalings, strict=True)])
         return Downs(codes, step.flatten() * by)
     codes, unit = torch.empty((room, k), dtype=torch.uint8, device=device), torch.empty(rank, device=device)
-    ends = list(accumulate(len(a) for a in adapters))
     masters = [*(master(a) for a in adapters), None, None][:3]
     factors = [np.float32(s) for s in (*scalings, 0.0, 0.0)][:3]
     sizes = np.int32(ends[0]), np.int32(ends[min(1, len(ends) - 1)]), np.int32(rank), np.int32(k)
     grid = (rank + room - TERMS * rank,)
-    loader.launch(loader.Variant("downs.cu", ()), grid, 256, (*masters, codes, unit, *factors, *sizes), codes, True)
+    loader.launch(DOWNS, grid, 256, (*masters, codes, unit, *factors, *sizes), codes, True)
     return Downs(codes, unit)
 
 
@@ -136,8 +138,7 @@ def extended(w: ScaledTensor, b: torch.Tensor, begin: int, downs: Downs) -> Scal
     scale = torch.empty(w.granularity.scale_shape((n, k + downs.room)), device=w.codes.device)
     sizes = (np.int32(size) for size in (n, k, rank, begin, downs.rank, downs.room))
     arguments = w.codes, w.scale, master(b), downs.unit, codes, scale, np.float32(columns), *sizes
-    variant = loader.Variant("ups.cu", (("BLOCKS", int(blocks)),))
-    loader.launch(variant, (-(-n // WARPS),), 32 * WARPS, arguments, codes, True)
+    loader.launch(UPS[blocks], (-(-n // WARPS),), 32 * WARPS, arguments, codes, True)
     return ScaledTensor(codes, scale, E4M3, w.granularity)
 
 
@@ -183,13 +184,18 @@ def _append(q: ScaledTensor, low: torch.Tensor, downs: Downs, kept: torch.Tensor
         scale.masked_fill_(~torch.isfinite(u).all(1, keepdim=True), torch.nan)
         codes[:, k:] = torch.cat([leading, leading, trailing, codes.new_zeros(m, room - TERMS * rank)], dim=1)
     elif m:
-        forms = {"X_BF16": low.dtype == torch.bfloat16, "FORWARD": kept is not None, "GROUPED": grouped}
-        variant = loader.Variant("append.cu", tuple((name, int(value)) for name, value in forms.items()))
+        variant = _append_kernel(low.dtype == torch.bfloat16, kept is not None, grouped)
         sizes = (np.int32(size) for size in (k, rank, room, low.stride(0)))
         strides = np.int64(codes.stride(0)), np.int64(scale.stride(1))
         arguments = low, downs.unit, codes, scale, kept, np.float32(columns), np.int64(m), *sizes, *strides
         loader.launch(variant, (-(-m // WARPS),), 32 * WARPS, arguments, low, True)
     return ScaledTensor(codes, scale, E4M3, q.granularity)
+
+
+@lru_cache
+def _append_kernel(bf16: bool, forward: bool, grouped: bool) -> loader.Variant:
+    forms = ("X_BF16", int(bf16)), ("FORWARD", int(forward)), ("GROUPED", int(grouped))
+    return loader.Variant("append.cu", forms)
 
 
 def _columns(rank: int) -> int:
@@ -232,7 +238,9 @@ def _shrink(codes: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
 
 def master(part: torch.Tensor) -> torch.Tensor:
     """Float32, contiguous, on 16 bytes."""
-    part = part.detach().float().contiguous()
+    part = part.detach()
+    if part.dtype != torch.float32 or not part.is_contiguous():
+        part = part.float().contiguous()
     return part if part.data_ptr() % 16 == 0 else part.clone()
 
 

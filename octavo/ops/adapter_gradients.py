@@ -8,6 +8,8 @@ Every function has two forms, CUDA kernels and plain torch, which differ in the 
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import torch
 
@@ -22,6 +24,7 @@ MOST_RANKS = 48  # whose sums a block of over_tokens.cu holds in registers
 AT_ONCE = {1: 4, 2: 3, 3: 2}  # blocks of it that a multiprocessor takes, by sixteens of ranks
 MOST_COLUMNS = 32  # ranks that low_gradients.cu takes
 STRIP, TOKENS = 512, 16  # columns of one of its blocks, tokens of a stage
+SUM_PARTS = loader.Variant("sum_parts.cu", ())
 
 
 def over_tokens(low: torch.Tensor, q: ScaledTensor) -> torch.Tensor:
@@ -42,20 +45,21 @@ def over_tokens(low: torch.Tensor, q: ScaledTensor) -> torch.Tensor:
             sums if rank <= MOST_RANKS else torch.empty((chunks, min(MOST_RANKS, rank - begin), k), device=low.device)
         )
         ranks = -(-part.shape[1] // 16)
-        defines = {
-            "X_BF16": int(low.dtype == torch.bfloat16),
-            "RANKS": ranks,
-            "ALIGNED": int(rank % 8 == 0 and low.data_ptr() % 16 == 0),
-            "GROUPED": int(grouped),
-        }
+        aligned = rank % 8 == 0 and low.data_ptr() % 16 == 0
         strides = (np.int64(size) for size in (q.codes.stride(0), rank, q.scale.stride(1)))
         arguments = q.codes, q.scale, low[:, begin:], part, np.int64(m), np.int32(k), np.int32(part.shape[1]), *strides
         arguments = *arguments, np.int32(chunk)
-        variant = loader.Variant("over_tokens.cu", tuple(defines.items()))
+        variant = _over_tokens(low.dtype == torch.bfloat16, ranks, aligned, grouped)
         loader.launch(variant, (columns, chunks), 128, arguments, low, True)
         if part is not sums:
             sums[:, begin : begin + MOST_RANKS] = part
     return sums
+
+
+@lru_cache
+def _over_tokens(bf16: bool, ranks: int, aligned: bool, grouped: bool) -> loader.Variant:
+    forms = ("X_BF16", int(bf16)), ("RANKS", ranks), ("ALIGNED", int(aligned)), ("GROUPED", int(grouped))
+    return loader.Variant("over_tokens.cu", forms)
 
 
 def over_output(dy: torch.Tensor, low: torch.Tensor, b: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
@@ -72,11 +76,15 @@ def over_output(dy: torch.Tensor, low: torch.Tensor, b: torch.Tensor, into: torc
     chunk = _chunk(m, strips, blocks, TOKENS)
     du = torch.empty((strips, m, 16 * ranks), device=dy.device)
     db = torch.empty((-(-m // chunk), n, 16 * ranks), device=dy.device)
-    stages = 4 * ranks
-    variant = loader.Variant("low_gradients.cu", (("RANKS", ranks), ("STAGES", stages)), stages * 2 * STRIP * TOKENS)
     sizes = np.int64(m), np.int32(n), np.int32(rank), np.int64(low.stride(0)), np.int32(chunk)
-    loader.launch(variant, (strips, len(db)), 256, (dy, master(b), low, du, db, *sizes), dy, True)
+    loader.launch(_low_gradients(ranks), (strips, db.shape[0]), 256, (dy, master(b), low, du, db, *sizes), dy, True)
     return add_parts(db, rank, others=(du, into))
+
+
+@lru_cache
+def _low_gradients(ranks: int) -> loader.Variant:
+    stages = 4 * ranks
+    return loader.Variant("low_gradients.cu", (("RANKS", ranks), ("STAGES", stages)), stages * 2 * STRIP * TOKENS)
 
 
 def _chunk(m: int, columns: int, blocks: int, multiple: int) -> int:
@@ -94,7 +102,7 @@ def add_parts(
 
     others: parts of as many columns, whose sum goes to a bfloat16 matrix in the same launch.
     """
-    _, m, pitch = parts.shape
+    count, m, pitch = parts.shape
     if not fused.on_kernels(parts) or pitch % 4:
         if others is not None:
             others[1].copy_(others[0][..., :columns].sum(0))
@@ -102,9 +110,9 @@ def add_parts(
     other, narrow = others or (None, None)
     beside, rows = other.shape[:2] if other is not None else (0, 0)
     to = torch.empty((m, columns), device=parts.device)
-    sizes = np.float32(factor), np.int32(len(parts)), np.int64(m)
+    sizes = np.float32(factor), np.int32(count), np.int64(m)
     more = np.int32(beside), np.int64(rows), np.int64(narrow.stride(0) if narrow is not None else 0)
     arguments = parts, to, *sizes, other, narrow, *more, np.int32(columns), np.int32(pitch)
     grid = (-(-(m + rows) * -(-columns // 4) // 256),)
-    loader.launch(loader.Variant("sum_parts.cu", ()), grid, 256, arguments, to, True)
+    loader.launch(SUM_PARTS, grid, 256, arguments, to, True)
     return to

@@ -7,6 +7,7 @@ Products themselves are in `native`. What goes in and out is 16 bit, contiguous,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -76,17 +77,19 @@ def norm_backward(
     dx = torch.empty_like(dy)
     coded = isinstance(x, ScaledTensor)
     source, scale = (x.codes, x.scale) if isinstance(x, ScaledTensor) else (x, None)
-    block = row_block(k)
-    defines = {
-        "X_BF16": int(dy.dtype == torch.bfloat16),
-        "CODES": int(coded),
-        "THREADS": block.threads,
-        "ROUNDS": block.rounds,
-    }
     if dy.numel():
         arguments = dy, source, scale, weight, rstd, residual, dx, np.int32(k), np.int64(source.stride(0))
-        loader.launch(loader.Variant("norm.cu", tuple(defines.items())), (m,), block.threads, arguments, dy, True)
+        loader.launch(*_norm_kernel(dy.dtype, coded, m, k), arguments, dy, True)
     return dx
+
+
+@lru_cache(maxsize=1024)
+def _norm_kernel(dtype: torch.dtype, coded: bool, m: int, k: int) -> tuple[loader.Variant, tuple[int], int]:
+    """The variant, grid and threads."""
+    block = row_block(k)
+    forms = ("X_BF16", int(dtype == torch.bfloat16)), ("CODES", int(coded))
+    sizes = ("THREADS", block.threads), ("ROUNDS", block.rounds)
+    return loader.Variant("norm.cu", (*forms, *sizes)), (m,), block.threads
 
 
 def gated(
@@ -189,14 +192,22 @@ def _launch_gated(
     tensors: tuple[torch.Tensor, ...], x: torch.Tensor, activation: str, pitch: int, *, backward: bool
 ) -> None:
     m, k = x.shape
-    multiprocessors, shared = loader.limits(x.device)
+    arguments = *tensors, np.int64(m), np.int32(k), np.int64(pitch)
+    loader.launch(*_gated_kernel(x.dtype, activation, m, k, backward, x.device), arguments, x, True)
+
+
+@lru_cache(maxsize=1024)
+def _gated_kernel(
+    dtype: torch.dtype, activation: str, m: int, k: int, backward: bool, device: torch.device
+) -> tuple[loader.Variant, tuple[int], int]:
+    """The variant, grid and threads."""
+    multiprocessors, shared = loader.limits(device)
     block = gated_block(k, backward, shared)
     defines = {
-        "X_BF16": int(x.dtype == torch.bfloat16),
+        "X_BF16": int(dtype == torch.bfloat16),
         "BACKWARD": int(backward),
         "GELU": int(activation == "gelu_tanh"),
         **block.defines,
     }
     variant = loader.Variant("gated.cu", tuple(defines.items()), block.shared_bytes(2))
-    arguments = *tensors, np.int64(m), np.int32(k), np.int64(pitch)
-    loader.launch(variant, block.grid(m, multiprocessors), block.threads, arguments, x, True)
+    return variant, block.grid(m, multiprocessors), block.threads

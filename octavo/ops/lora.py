@@ -227,7 +227,7 @@ class _Backward:
         self.projections, self.grads, self.operand, self.dtype = projections, grads, operand, dtype
         self.quantized = quantized
         self.adapters = adapters_of(projections)
-        self.low_gradient = grads[0].new_empty(len(grads[0]), rank_of(projections))  # of x A^T
+        self.low_gradient = grads[0].new_empty(grads[0].shape[0], rank_of(projections))  # of x A^T
         self.of_b = [
             adapter_gradients.over_output(
                 grads[adapter.index],
@@ -241,7 +241,7 @@ class _Backward:
     def input_gradient(self) -> torch.Tensor:
         quantized, self.quantized = self.quantized, None
         codes = [p.weight.codes for p in self.projections]
-        room = room_of(sum(len(part) for part in codes), self.projections)
+        room = room_of(sum([part.shape[0] for part in codes]), self.projections)
         if quantized is None:
             columns = row_scales(self.projections)
             quantized = steps_of(self.projections).quantize_tokens(*self.grads, columns=columns, spare=room)[0]

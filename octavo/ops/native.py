@@ -24,6 +24,8 @@ from octavo.kernels.tiling import group_block, row_block
 from octavo.ops import cast, reference
 
 FAST_SUMS = 8192
+TRANSPOSE = loader.Variant("transpose.cu", ())
+_PER_ROW = PerRow()
 
 
 def quantize(x: torch.Tensor, scale: torch.Tensor | None, rule: Rule) -> ScaledTensor:
@@ -63,7 +65,7 @@ def linear_dx(grad: torch.Tensor, w: ScaledTensor) -> torch.Tensor:
 
 def product_with_codes(a: ScaledTensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """a [M, N] per token times the E4M3 codes b [K, N]^T as they are -> [M, K] of `dtype`."""
-    return scaled_mm(a, ScaledTensor(b, _ones(b.shape[0], b.device), E4M3, PerRow()), dtype)
+    return scaled_mm(a, ScaledTensor(b, _ones(b.shape[0], b.device), E4M3, _PER_ROW), dtype)
 
 
 def scaled_mm(a: ScaledTensor, b: ScaledTensor, dtype: torch.dtype, short_sums: bool = True) -> torch.Tensor:
@@ -103,14 +105,13 @@ def sums_may_be_fast(k: int) -> bool:
 
 def transposed(*codes: torch.Tensor) -> torch.Tensor:
     """uint8 [N_i, K] of up to four matrices -> [K, sum of N_i], contiguous."""
-    k, ends = codes[0].shape[1], list(accumulate(part.shape[0] for part in codes))
+    rows, k = [part.shape[0] for part in codes], codes[0].shape[1]
+    ends = list(accumulate(rows))
     out = codes[0].new_empty(k, ends[-1])
     four = (*codes, None, None, None)[:4]
     sizes = [np.int32(end) for end in (*ends, *[ends[-1]] * 3)[:4]]
-    grid = -(-max(part.shape[0] for part in codes) // 128), -(-k // 128), len(codes)
-    loader.launch(
-        loader.Variant("transpose.cu", ()), grid, 256, (*four, out, *sizes, np.int32(k), np.int64(ends[-1])), out, True
-    )
+    grid = -(-max(rows) // 128), -(-k // 128), len(codes)
+    loader.launch(TRANSPOSE, grid, 256, (*four, out, *sizes, np.int32(k), np.int64(ends[-1])), out, True)
     return out
 
 
@@ -129,42 +130,60 @@ def quantize_tokens(
     The codes are the front of rows with `spare` bytes more, which are not written: room for columns of an adapter.
     delta [M, K], with one part: added to it first; total [M, K] takes the sum, contiguous.
     """
-    parts = tuple(aligned(part) for part in parts)
-    m, ends = parts[0].shape[0], list(accumulate(part.shape[1] for part in parts))
-    k, device = ends[-1], parts[0].device
+    parts = tuple([aligned(part) for part in parts])
+    x, ends = parts[0], tuple(accumulate([part.shape[1] for part in parts]))
+    m, k, device = x.shape[0], ends[-1], x.device
     codes = roomy_codes(m, k, spare, device)
     scale = torch.empty((m, 1), device=device)
     rstd = torch.empty(m, device=device) if epsilon is not None else None
-    q = ScaledTensor(codes, scale, E4M3, PerRow())
+    q = ScaledTensor(codes, scale, E4M3, _PER_ROW)
     if not codes.numel():
         scale.fill_(1.0)
         return q, rstd
-    block = row_block(k, columns is not None)
-    if delta is not None and total is not None and block.rounds > 4:
-        parts, delta = (torch.add(parts[0], delta, out=total),), None
-    defines = {
-        "X_BF16": int(parts[0].dtype == torch.bfloat16),
-        "GROUPED": 0,
-        "FOLD": int(columns is not None),
-        "PARTS": len(parts),
-        "NORM": int(epsilon is not None),
-        "ADD": int(delta is not None),
-        **block.defines,
-    }
+    if delta is not None and total is not None and row_block(k, columns is not None).rounds > 4:
+        x, delta = torch.add(x, delta, out=total), None
+        parts = (x,)
+    added = delta is not None
+    variant, threads, grid, sizes = _token_kernel(x.dtype, m, ends, spare, columns is not None, epsilon, added, device)
     three = (*parts, aligned(delta) if delta is not None else None, None, None)[:3]
     strides = [np.int64(part.stride(0) if part is not None else 0) for part in three]
-    sizes = np.float32(epsilon or 0.0), np.int32(ends[0]), np.int32(ends[min(1, len(ends) - 1)])
-    shape = np.int64(m), np.int32(k), np.int64(k + spare)
-    arguments = (*three, columns, codes, scale, rstd, *sizes, *shape, *strides, total)
-    variant = loader.Variant("quantize.cu", tuple(defines.items()), block.shared_bytes(1 if delta is None else 2))
-    grid = block.grid(m, loader.limits(device)[0])
-    loader.launch(variant, grid, block.threads, arguments, parts[0], True)
+    loader.launch(variant, grid, threads, (*three, columns, codes, scale, rstd, *sizes, *strides, total), x, True)
     return q, rstd
+
+
+@lru_cache(maxsize=1024)
+def _token_kernel(
+    dtype: torch.dtype,
+    m: int,
+    ends: tuple[int, ...],
+    spare: int,
+    fold: bool,
+    epsilon: float | None,
+    added: bool,
+    device: torch.device,
+) -> tuple[loader.Variant, int, tuple[int], tuple[np.generic, ...]]:
+    """quantize.cu for tokens: the variant, threads, grid, and the arguments that are sizes. Kept: steps repeat."""
+    k = ends[-1]
+    block = row_block(k, fold)
+    defines = {
+        "X_BF16": int(dtype == torch.bfloat16),
+        "GROUPED": 0,
+        "FOLD": int(fold),
+        "PARTS": len(ends),
+        "NORM": int(epsilon is not None),
+        "ADD": int(added),
+        **block.defines,
+    }
+    variant = loader.Variant("quantize.cu", tuple(defines.items()), block.shared_bytes(2 if added else 1))
+    of_parts = np.float32(epsilon or 0.0), np.int32(ends[0]), np.int32(ends[min(1, len(ends) - 1)])
+    sizes = *of_parts, np.int64(m), np.int32(k), np.int64(k + spare)
+    return variant, block.threads, block.grid(m, loader.limits(device)[0]), sizes
 
 
 def roomy_codes(m: int, k: int, spare: int, device: torch.device) -> torch.Tensor:
     """Codes [m, k], not set, in rows of k + spare bytes."""
-    return torch.empty((m, k + spare), dtype=torch.uint8, device=device)[:, :k]
+    codes = torch.empty((m, k + spare), dtype=torch.uint8, device=device)
+    return codes[:, :k] if spare else codes
 
 
 def _quantize(

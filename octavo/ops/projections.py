@@ -77,13 +77,13 @@ def adapters_of(projections: Sequence[Projection]) -> list[Adapter]:
     begin = 0
     for index, p in enumerate(projections):
         if p.a is not None and p.b is not None:
-            found.append(Adapter(index, p.a, p.b, p.scaling, slice(begin, begin + len(p.a))))
-            begin += len(p.a)
+            found.append(Adapter(index, p.a, p.b, p.scaling, slice(begin, begin + p.a.shape[0])))
+            begin += p.a.shape[0]
     return found
 
 
 def rank_of(projections: Sequence[Projection]) -> int:
-    return sum(len(p.a) for p in projections if p.a is not None)
+    return sum([p.a.shape[0] for p in projections if p.a is not None])
 
 
 def room_of(k: int, projections: Sequence[Projection]) -> int:
@@ -135,8 +135,10 @@ def products_of(operand: Operand, projections: Sequence[Projection], dtype: torc
 
 def _narrow(q: ScaledTensor, w: ScaledTensor) -> ScaledTensor:
     """q without the columns that a weight without an adapter lacks."""
+    if q.shape[1] == w.shape[1]:
+        return q
     codes = q.codes[:, : w.shape[1]]
-    return ScaledTensor(codes, q.scale[:, : q.granularity.scale_shape(tuple(codes.shape))[1]], q.spec, q.granularity)
+    return ScaledTensor(codes, q.scale[:, : q.granularity.scale_shape(codes.shape)[1]], q.spec, q.granularity)
 
 
 def by_blocks(projections: Sequence[Projection]) -> bool:

@@ -20,6 +20,7 @@ from pathlib import Path
 from threading import Lock, local
 from typing import Any
 
+import numpy as np
 import torch
 
 from octavo.base.env import env
@@ -31,6 +32,7 @@ SOURCES = Path(__file__).parent
 _IMPORTING = Lock()
 _THREAD = local()
 _WANTED: ContextVar[dict[Variant, None] | None] = ContextVar("wanted", default=None)
+SCALARS = {np.int32, np.int64, np.float32}  # of a kernel's arguments; others are addresses
 STATIC_SHARED = 48 << 10  # bytes of shared memory that a block gets without asking
 # A kernel that spills, keeps local arrays or computes in FP64 is a mistake, on any GPU: it does not compile.
 PTXAS = ["--warn-on-spills", "--warn-on-local-memory-usage", "--warn-on-double-precision-use", "-Werror"]
@@ -157,7 +159,8 @@ def launch(
     kernel, config = _prepared(variant, grid, threads, overlap, device)
     # What torch.cuda.current_stream makes an object of, in a tenth of its time.
     stream = _stream(torch._C._cuda_getCurrentRawStream(device.index))
-    _core().launch(stream, config, kernel, *[_address(argument) for argument in arguments])
+    values = [a if type(a) in SCALARS else 0 if a is None else a.data_ptr() for a in arguments]
+    _core().launch(stream, config, kernel, *values)
     if env().debug_sync:
         _check(variant, grid, arguments, device)
 
@@ -255,12 +258,6 @@ def _first_error(text: str, error: Exception) -> str:
     if match := re.search(r"\((\d+)\): error: (.*)", log):
         return f"{match[2]} in: {text.splitlines()[int(match[1]) - 1].strip()}"
     return log
-
-
-def _address(argument: Any) -> Any:
-    if argument is None:
-        return 0
-    return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
 
 
 @cache
