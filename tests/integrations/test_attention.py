@@ -12,6 +12,7 @@ from transformers import AttentionInterface
 from octavo.base.errors import UnsupportedError
 from octavo.integrations import attention
 from octavo.integrations.attention import choose_attention, unpacked_heads
+from octavo.integrations.fused import fuse
 from octavo.testing import fake_caps
 from tests.integrations.test_fused import build, tokens
 
@@ -24,13 +25,17 @@ def not_a_number(module, query, *args, **options):
     return torch.full_like(query.transpose(1, 2), float("nan")), None
 
 
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    """What is registered here is gone afterwards."""
+    monkeypatch.setattr(AttentionInterface, "_global_mapping", dict(AttentionInterface._global_mapping))
+
+
 @pytest.fixture
 def model():
     for name, function in (("broken", broken), ("nan", not_a_number)):
         AttentionInterface.register(name, function)
-    yield build(activation="none")
-    for name in ("broken", "nan"):
-        AttentionInterface._global_mapping.pop(name)
+    return build(activation="none")
 
 
 @pytest.mark.parametrize("wanted", ["broken", "nan", "flash_attention_2"])
@@ -141,10 +146,9 @@ def test_everything_else_is_transformers_own(flash, given):
     "sm, installed, deterministic", [("sm90", 1, 0), ("sm90", 1, 1), ("sm90", 0, 0), ("sm100", 1, 0)]
 )
 def test_fused_layers_bring_it_where_it_pays(monkeypatch, sm, installed, deterministic):
-    monkeypatch.setattr(AttentionInterface, "_global_mapping", dict(AttentionInterface._global_mapping))
     monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", str(deterministic))
     monkeypatch.setattr(attention, "version_of", lambda package: "4.0.0b36" if installed else None)
     monkeypatch.setattr(attention, "caps_of", lambda device: fake_caps(sm))
-    build()
+    assert fuse(build().get_base_model().model)
     taken = AttentionInterface._global_mapping["flash_attention_4"] is unpacked_heads
     assert taken == (sm == "sm90" and installed and not deterministic)
