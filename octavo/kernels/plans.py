@@ -171,7 +171,7 @@ class Wide:
     splits: int = 1
 
     source = "w8a16_wide.cu"
-    why = "codes decoded into tensor core operands for 64 tokens a warp (w8a16_wide.cu)"
+    why = "inputs arranged for the tensor cores, codes decoded for 64 tokens a warp (w8a16_wide.cu)"
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:

@@ -27,6 +27,7 @@ VARIANTS += [
     loader.Variant("w8a16_sum.cu", (("X_BF16", 1), ("PARTS_FLOAT", floats), ("WIDTH", width)))
     for floats, width in ((1, 8), (0, 8), (1, 1))
 ]
+VARIANTS.append(loader.Variant("arrange.cu", (("X_BF16", 1), ("E5M2", 0), ("THREADS", 256))))
 VARIANTS += [
     loader.Variant("split.cu", (("X_BF16", 1), ("FINER", 32), ("THREADS", 512), ("ROUNDS", rounds)))
     for rounds in (4, 8)

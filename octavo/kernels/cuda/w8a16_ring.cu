@@ -28,11 +28,6 @@
 #define SLOT (TILES_N * 4 * 32 * 16)
 static_assert(THREADS % ROWS == 0, "a thread stores sums of one row");
 
-DEVICE u32 exponent_of_bf16(u32 bits) {  // of a finite value; 0 for others
-    const u32 exponent = bits >> 7 & 0xFFu;
-    return exponent == 255 ? 0 : exponent;
-}
-
 // Begins to copy x to shared memory, rows of `pitch` values, zeros past K: one group of copies.
 DEVICE void copy_tokens(u16* staged, const u16* x, int M, int K, int width, int pitch, i64 x_stride) {
     for (int token = 0; token < M; ++token) {
@@ -51,13 +46,7 @@ DEVICE void convert_tokens(u16* staged, float* factor, u32 (*exponents)[THREADS 
         u32 largest = 0;
 #pragma unroll 1  // few registers
         for (int k = threadIdx.x * 8; k < width; k += THREADS * 8) {
-            const Words w = words(shared_vector(staged + token * pitch + k));
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const u32 low = exponent_of_bf16(w.at[i]), high = exponent_of_bf16(w.at[i] >> 16);
-                largest = largest > low ? largest : low;
-                largest = largest > high ? largest : high;
-            }
+            largest = larger_exponent(largest, words(shared_vector(staged + token * pitch + k)));
         }
         largest = largest_of_warp(largest);
         if (threadIdx.x % 32 == 0) exponents[token][threadIdx.x / 32] = largest;
@@ -65,10 +54,9 @@ DEVICE void convert_tokens(u16* staged, float* factor, u32 (*exponents)[THREADS 
     __syncthreads();
     for (int token = 0; token < M; ++token) {
         const int lane = threadIdx.x % 32;
-        const int largest = int(largest_of_warp(lane < THREADS / 32 ? exponents[token][lane] : 0));
-        const int up = largest < 15 ? 126 : 141 - largest;  // exponent of the factor; 127 is the bias
-        const float multiplier = float_of_bits(u32(up + 127) << 23);
-        if (threadIdx.x == 0) factor[token] = float_of_bits(u32(127 - up) << 23);
+        const int up = power_to_fp16(largest_of_warp(lane < THREADS / 32 ? exponents[token][lane] : 0));
+        const float multiplier = power_of_two(up);
+        if (threadIdx.x == 0) factor[token] = power_of_two(-up);
 #pragma unroll 1  // few registers
         for (int k = threadIdx.x * 8; k < width; k += THREADS * 8) {
             uint4* place = reinterpret_cast<uint4*>(staged + token * pitch + k);

@@ -1,16 +1,17 @@
-// y = x W^T for some hundred tokens without FP8 tensor cores: x 16 bit [M, K], W FP8 codes [N, K] as files hold them, y 16
-// bit [M, N].
+// y = x W^T for some hundred tokens without FP8 tensor cores: x as arrange.cu leaves it, FP16 [M, width] and factors [M], W
+// FP8 codes [N, K] as files hold them, y 16 bit [M, N].
 //
 // A block takes ROWS rows of W and TOKENS tokens, and with SPLIT one of gridDim.z parts of K; a warp 64 of the tokens and 8 *
 // TILES_N of the rows, the sums in its registers. Here tokens are the rows of the product and W's rows its columns, which
 // come by eights: 112 rows for a block leave no multiprocessor idle where 128 would. Steps of 64 of K pass through a ring in
-// shared memory, read by 16 bytes and decoded on the way to the tensor cores, in the order of K that w8a16.cuh describes.
-// With SPLIT the float32 sums go to `parts` [gridDim.z, M, N] for w8a16_sum.cu. No atomics, the same bits every time.
+// shared memory. A lane decodes 16 consecutive codes of a row; x is arranged so that it is given the same positions by
+// ldmatrix. With SPLIT the float32 sums go to `parts` [gridDim.z, M, N] for w8a16_sum.cu. No atomics, the same bits every
+// time.
 //
-// Compiled per variant with: NAME, X_BF16, E5M2, SCALES (0 tensor, 1 row), TILES_N, WARPS_N, WARPS_M, DEPTH, SPLIT. Needs
-// K % 16 == 0 and rows of x on 16-byte boundaries.
-#define MMA_BF16 X_BF16
-#define ALTERNATE_X 0
+// Compiled per variant with: NAME, X_BF16 (the type of y and bias), E5M2, SCALES (0 tensor, 1 row), TILES_N, WARPS_N,
+// WARPS_M, DEPTH, SPLIT. Needs K % 16 == 0; width = K rounded up to a multiple of 64.
+#define MMA_BF16 0
+#define ALTERNATE_X 1
 #include "w8a16.cuh"
 
 #define THREADS (32 * WARPS_N * WARPS_M)
@@ -25,8 +26,8 @@
 DEVICE u8* swizzled(u8* tokens, int token, int piece) { return tokens + token * STEP * 2 + ((piece ^ (token & 7)) << 4); }
 
 KERNEL(THREADS, 1)
-NAME(const u8* codes, const float* scale, const u16* x, const u16* bias, u16* y, float* parts, int M, int N, int K,
-     i64 x_stride) {
+NAME(const u8* codes, const float* scale, const u16* x, const float* factor, const u16* bias, u16* y, float* parts, int M,
+     int N, int K) {
     DYNAMIC_SHARED(dynamic);
     u8* shared = reinterpret_cast<u8*>(dynamic);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -40,10 +41,10 @@ NAME(const u8* codes, const float* scale, const u16* x, const u16* bias, u16* y,
         u8* slot = shared + step % DEPTH * SLOT;
         const int token = threadIdx.x / 8, piece = threadIdx.x % 8, row = threadIdx.x / 4, k = step * STEP;
         if (step < end) {
-            const u16* from = x + i64(block_token + token) * x_stride + k + piece * 8;
+            const u16* from = x + (i64(block_token + token) * steps + step) * STEP + piece * 8;
 #pragma unroll
-            for (int i = 0; i < TOKENS; i += THREADS / 8, from += THREADS / 8 * x_stride)
-                copy_later(swizzled(slot, token + i, piece), from, block_token + token + i < M && k + piece * 8 < K);
+            for (int i = 0; i < TOKENS; i += THREADS / 8, from += i64(THREADS / 8) * steps * STEP)
+                copy_later(swizzled(slot, token + i, piece), from, block_token + token + i < M);
             const u8* at = codes + i64(block_row + row) * K + k + threadIdx.x % 4 * 16;
 #pragma unroll
             for (int i = 0; i < ROWS; i += THREADS / 4, at += i64(THREADS / 4) * K)
@@ -67,27 +68,17 @@ NAME(const u8* codes, const float* scale, const u16* x, const u16* bias, u16* y,
         for (int j = 0; j < TILES_N; ++j)
             w[j] = words(shared_vector(slot + X_SLOT + (warp_row + 8 * j + g) * STEP + t * 16));
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            Words a[4][2];
+        for (int s = 0; s < 4; ++s) {  // 16 of K at a time for all sums: products that wait for each other lie far apart
+            u32 a[4][4];
 #pragma unroll
             for (int i = 0; i < 4; ++i)
+                load_matrices(a[i], swizzled(slot, warp_token + 16 * i + lane % 16, 2 * s + lane / 16));
 #pragma unroll
-                for (int r = 0; r < 2; ++r)
-                    a[i][r] = words(shared_vector(swizzled(slot, warp_token + 16 * i + 8 * r + g, 2 * t + half)));
-            // 16 of K at a time for all sums: products that wait for each other lie far apart.
+            for (int j = 0; j < TILES_N; ++j) {
+                const Pairs pairs = decode(w[j].at[s]);
+                const u32 b[2] = {pairs.low, pairs.high};
 #pragma unroll
-            for (int s = 0; s < 2; ++s) {
-#pragma unroll
-                for (int j = 0; j < TILES_N; ++j) {
-                    const Pairs pairs = decode(w[j].at[2 * half + s]);
-                    const u32 b[2] = {pairs.low, pairs.high};
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        const u32 four[4] = {a[i][0].at[2 * s], a[i][1].at[2 * s], a[i][0].at[2 * s + 1],
-                                             a[i][1].at[2 * s + 1]};
-                        mma<MMA_BF16>(sum[i][j], four, b);
-                    }
-                }
+                for (int i = 0; i < 4; ++i) mma_fp16(sum[i][j], a[i], b);
             }
         }
     }
@@ -107,7 +98,7 @@ NAME(const u8* codes, const float* scale, const u16* x, const u16* bias, u16* y,
             for (int i = 0; i < 8; ++i) {
                 const int token = block_token + warp_token + 8 * i + g;
                 if (token >= M) continue;
-                const float total = sum[i / 2][j][i % 2 * 2 + c] * DECODE_UNIT * unit;
+                const float total = sum[i / 2][j][i % 2 * 2 + c] * DECODE_UNIT * factor[token] * unit;
 #if SPLIT
                 parts[(i64(blockIdx.z) * M + token) * N + row] = total;
 #else
