@@ -33,9 +33,10 @@ def is_padded(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, voca
         got = str(list(attention_mask.shape))
         raise ShapeError("Decoder: attention_mask", got=got, need=f"{list(input_ids.shape)}, that of input_ids")
     seen = attention_mask != 0
-    if not bool((seen[:, 1:] >= seen[:, :-1]).all()):
+    if not bool((seen[:, 1:] >= seen[:, :-1]).all() & seen[:, -1].all()):
         fix = "Tokenize with padding_side='left', or use model.generate without custom_generate."
-        raise UnsupportedError("Decoder: attention_mask", got="zeros behind ones", need="padding at the left", fix=fix)
+        got = "zeros behind ones, or a row of zeros"
+        raise UnsupportedError("Decoder: attention_mask", got=got, need="padding at the left", fix=fix)
     return not bool(seen.all())
 
 

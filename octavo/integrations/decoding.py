@@ -132,7 +132,7 @@ class Decoder:
         processors, criteria = logits_processor or LogitsProcessorList(), stopping_criteria or StoppingCriteriaList()
         alone = all(type(c) in (MaxLengthCriteria, EosTokenCriteria) for c in criteria)
         if config.do_sample or len(processors) or not alone:
-            return _processed(state, logits, input_ids, config, processors, criteria)
+            return _processed(state, logits, input_ids, config, processors, criteria, ends)
         answers = _greedy(state, logits, prompt, longest, ends)
         return torch.cat((input_ids, answers.to(input_ids.device)), dim=1)
 
@@ -278,9 +278,10 @@ def _processed(
     config: GenerationConfig,
     processors: LogitsProcessorList,
     criteria: StoppingCriteriaList,
+    ends: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Each step's logits pass through Transformers' processors, sampler and criteria."""
-    tokens = input_ids.to(logits.device)
+    """Each step's logits pass through Transformers' processors, sampler and criteria; its own choice is not taken."""
+    tokens, ended = input_ids.to(logits.device), torch.zeros_like(state.ended)
     while True:
         scores = processors(tokens, logits.to(torch.float32))
         best = scores.amax(-1)
@@ -289,11 +290,13 @@ def _processed(
             following = torch.multinomial(scores.softmax(-1), 1)[:, 0]
         else:
             following = scores.argmax(-1)
-        state.take(following)
-        tokens = torch.cat((tokens, state.tokens[:, None]), dim=1)
-        state.ended.logical_or_(criteria(tokens, scores))
-        if bool(state.ended.all()):
+        if ends is not None:
+            following = torch.where(ended, state.pad, following)
+        tokens = torch.cat((tokens, following[:, None]), dim=1)
+        ended.logical_or_(criteria(tokens, scores))
+        if bool(ended.all()):
             break
+        state.tokens.copy_(following)
         state.advance()
         logits = state.logits
     return tokens.to(input_ids.device)

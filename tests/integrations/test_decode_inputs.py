@@ -21,7 +21,7 @@ def test_tokens_without_an_embedding(tiny_llama, token):
 def test_padding():
     assert not is_padded(PROMPTS, None, 264) and not is_padded(PROMPTS, torch.ones_like(PROMPTS), 264)
     assert is_padded(PROMPTS, PADDED, 264)
-    for mask in (PADDED.flip(1), PADDED.roll(3, 1)):
+    for mask in (PADDED.flip(1), PADDED.roll(3, 1), PADDED * 0):
         with pytest.raises(UnsupportedError, match=r"need padding at the left. Tokenize with padding_side='left'"):
             is_padded(PROMPTS, mask, 264)
     for ids, mask in ((PROMPTS, PADDED[:, 1:]), (PROMPTS, PADDED[:1]), (PROMPTS[:, :0], None), (PROMPTS[0], None)):

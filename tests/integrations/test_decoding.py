@@ -78,6 +78,29 @@ def test_rows_end(models):
         assert torch.equal(processed, want)
 
 
+ENDS = list(range(4, 20))
+CHOICES = {
+    "sampled": {"do_sample": True, "eos_token_id": ENDS, "max_new_tokens": 16},
+    "least": {"min_new_tokens": 8, "eos_token_id": ENDS, "max_new_tokens": 16},
+    "criterion": {"stopping_criteria": [lambda tokens, scores, **_: tokens[:, -1] % 7 == 0], "max_new_tokens": 16},
+}
+
+
+@pytest.mark.parametrize("how", CHOICES)
+def test_rows_end_by_what_was_chosen(models, how):
+    """Not by the most likely token, which a sampler or processor did not take."""
+    from transformers import StoppingCriteriaList
+
+    model, options = opened(models["qwen3"]), dict(CHOICES[how])
+    if "stopping_criteria" in options:
+        options["stopping_criteria"] = StoppingCriteriaList(options["stopping_criteria"])
+    decoder = Decoder(model, capacity=64)
+    ids = torch.randint(4, 260, (8, 9), generator=torch.Generator().manual_seed(0))
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **options}
+    want = generated(model, **given, **cached(model, "token-head"))
+    assert torch.equal(generated(model, **given, custom_generate=decoder), want)
+
+
 @pytest.mark.parametrize("new", [1, 2])
 def test_few_tokens(models, new):
     model = opened(models["llama"])
