@@ -190,25 +190,6 @@ def large_products(show: Callable[..., None], m: int) -> None:
         show(f"bfloat16 {name}", lambda left=left, right=right: left @ right.mT, flops=flops)
 
 
-def block_splits(show: Callable[..., None], m: int) -> None:
-    """The four large shapes by block, cut along tokens or outputs: do whole waves of tiles pay for more launches?"""
-    for tokens, n, k in LARGE:
-        left, right, flops = normal(tokens, k), normal(n, k), 2 * tokens * n * k
-        a, w = groups.quantize_tokens(left)[0], quantize_ref(right.float(), E4M3, groups.BLOCK)
-        del left, right
-        for along_tokens, along_outputs in ((1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (1, 4), (1, 7), (1, 8), (2, 2)):
-            if n % (128 * along_outputs):
-                continue
-            parts = [
-                (ScaledTensor(x, xs, E4M3, groups.GROUP), ScaledTensor(y, ys, E4M3, groups.BLOCK))
-                for x, xs in zip(a.codes.chunk(along_tokens), a.scale.chunk(along_tokens), strict=True)
-                for y, ys in zip(w.codes.chunk(along_outputs), w.scale.chunk(along_outputs), strict=True)
-            ]
-            parts = [(ScaledTensor(a.codes, a.scale.mT.contiguous().mT, E4M3, groups.GROUP), w) for a, w in parts]
-            every = lambda parts=parts: [groups.product(a, w, torch.bfloat16) for a, w in parts]  # noqa: E731
-            show(f"by block {tokens}x{n}x{k}, in {along_tokens} x {along_outputs}", every, flops=flops)
-
-
 def attention_backends(show: Callable[..., None], m: int) -> None:
     """Of torch, causal, 32 heads over 8: forward, and both ways."""
     length = 4096
@@ -245,7 +226,6 @@ PARTS = {
     "groups": group_kernels,
     "products": all_products,
     "large": large_products,
-    "splits": block_splits,
 }
 
 if __name__ == "__main__":

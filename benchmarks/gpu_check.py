@@ -28,12 +28,13 @@ from octavo import E4M3, E5M2, FrozenFloat8Linear, PerBlock, PerGroup, PerRow, P
 from octavo.base.hardware import caps_of
 from octavo.formats.codec import decode, encode
 from octavo.formats.reference import dequantize_ref, quantize_ref
+from octavo.kernels.cuda import loader
 from octavo.modules.divergence import PairedScore
 from octavo.modules.observers import InputStats
 from octavo.modules.static_scale import static_scale
 from octavo.ops import adapter_columns, adapter_gradients, fused, groups, native
 from octavo.ops.linear import linear
-from octavo.ops.lora import Projection, project
+from octavo.ops.lora import Norm, Projection, gated_mlp, project
 from octavo.testing import FLOOR_DB, assert_sqnr, sqnr_db
 
 GRANULARITIES = (PerTensor(), PerRow(), PerGroup(128), PerBlock(128, 128), PerBlock(48, 80))
@@ -395,6 +396,43 @@ def layers_per_block(device: str) -> str:
         for mine, theirs in zip(found, torch.autograd.grad(want, [wide, *adapter], grad.double()), strict=True):
             assert_sqnr(mine, theirs, FLOOR_DB["linear", "e4m3", "normal"] - 1, f"gradients {m}x{n}x{k}")
     return f"worst against torch, and of outputs, {worst:.1f} dB"
+
+
+@check
+def overlap_changes_nothing(device: str) -> str:
+    """Gradients of layers, bit for bit, whether kernels may be set up before the one before has ended or not."""
+    if torch.device(device).type != "cuda":
+        return "skipped: CUDA only"
+    hidden, inner, x = 2048, 5632, torch.randn(1536, 2048, device=device, dtype=torch.bfloat16, requires_grad=True)
+    norm = Norm(torch.rand(hidden, device=device) + 0.5, 1e-5)
+
+    def projection(n: int, k: int) -> Projection:
+        a, b = torch.randn(16, k, device=device) / k**0.5, torch.randn(n, 16, device=device) / 50
+        w = octavo.quantize(torch.randn(n, k, device=device) / k**0.5)
+        return Projection(w, None, a.requires_grad_(), b.requires_grad_(), 2.0)
+
+    widths = (hidden, hidden), (512, hidden), (512, hidden), (hidden, hidden), *[(inner, hidden)] * 2, (hidden, inner)
+    layers = [[projection(n, k) for n, k in widths] for _ in range(4)]
+    trained = [part for layer in layers for p in layer for part in p.adapter if part is not None]
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        y: torch.Tensor = x
+        for *qkv, o, gate, up, down in layers:
+            q, k, v, y = project(y, qkv, norm, pass_on=True)
+            mixed = q * torch.cat([k, v, k, v], dim=1)
+            y = gated_mlp(y, gate, up, down, "silu", norm, residual=True, delta=project(mixed, [o], x_stays=True)[0])
+        return torch.autograd.grad(y.float().square().mean(), [x, *trained])
+
+    allowed, found = loader.may_overlap, []
+    for may in (False, True, True, True):
+        loader.may_overlap = lambda sm, may=may: may and allowed(sm)
+        loader._prepared.cache_clear()
+        found.append(gradients())
+    loader.may_overlap = allowed
+    loader._prepared.cache_clear()
+    assert all(torch.equal(one, other) for grads in found[1:] for one, other in zip(found[0], grads, strict=True))
+    assert all(bool(grad.isfinite().all()) and bool(grad.any()) for grad in found[0])
+    return f"{len(found[0])} gradients, {len(found)} times"
 
 
 @check

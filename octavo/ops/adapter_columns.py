@@ -184,18 +184,21 @@ def _append(q: ScaledTensor, low: torch.Tensor, downs: Downs, kept: torch.Tensor
         scale.masked_fill_(~torch.isfinite(u).all(1, keepdim=True), torch.nan)
         codes[:, k:] = torch.cat([leading, leading, trailing, codes.new_zeros(m, room - TERMS * rank)], dim=1)
     elif m:
-        variant = _append_kernel(low.dtype == torch.bfloat16, kept is not None, grouped)
-        sizes = (np.int32(size) for size in (k, rank, room, low.stride(0)))
-        strides = np.int64(codes.stride(0)), np.int64(scale.stride(1))
-        arguments = low, downs.unit, codes, scale, kept, np.float32(columns), np.int64(m), *sizes, *strides
-        loader.launch(variant, (-(-m // WARPS),), 32 * WARPS, arguments, low, True)
+        variant, grid, sizes = _append_kernel(low.dtype, kept is not None, grouped, m, k, rank, room)
+        strides = np.int32(low.stride(0)), np.int64(codes.stride(0)), np.int64(scale.stride(1))
+        arguments = low, downs.unit, codes, scale, kept, *sizes, *strides
+        loader.launch(variant, grid, 32 * WARPS, arguments, low, True)
     return ScaledTensor(codes, scale, E4M3, q.granularity)
 
 
-@lru_cache
-def _append_kernel(bf16: bool, forward: bool, grouped: bool) -> loader.Variant:
-    forms = ("X_BF16", int(bf16)), ("FORWARD", int(forward)), ("GROUPED", int(grouped))
-    return loader.Variant("append.cu", forms)
+@lru_cache(maxsize=1024)
+def _append_kernel(
+    dtype: torch.dtype, forward: bool, grouped: bool, m: int, k: int, rank: int, room: int
+) -> tuple[loader.Variant, tuple[int], tuple[np.generic, ...]]:
+    """The variant, the grid, and the arguments that are sizes. Kept: steps repeat."""
+    forms = ("X_BF16", int(dtype == torch.bfloat16)), ("FORWARD", int(forward)), ("GROUPED", int(grouped))
+    sizes = np.float32(_range(k)), np.int64(m), np.int32(k), np.int32(rank), np.int32(room)
+    return loader.Variant("append.cu", forms), (-(-m // WARPS),), sizes
 
 
 def _columns(rank: int) -> int:

@@ -71,20 +71,25 @@ def over_output(dy: torch.Tensor, low: torch.Tensor, b: torch.Tensor, into: torc
     if not fused.on_kernels(dy) or dy.dtype != torch.bfloat16 or rank > MOST_COLUMNS or n % 8 or not m:
         into.copy_(dy @ b.to(dy.dtype))
         return (dy.mT @ low).float()
-    ranks = -(-rank // 16)
-    blocks, strips = (3 - ranks) * loader.limits(dy.device)[0], -(-n // STRIP)
-    chunk = _chunk(m, strips, blocks, TOKENS)
-    du = torch.empty((strips, m, 16 * ranks), device=dy.device)
-    db = torch.empty((-(-m // chunk), n, 16 * ranks), device=dy.device)
-    sizes = np.int64(m), np.int32(n), np.int32(rank), np.int64(low.stride(0)), np.int32(chunk)
-    loader.launch(_low_gradients(ranks), (strips, db.shape[0]), 256, (dy, master(b), low, du, db, *sizes), dy, True)
+    variant, strips, chunks, sizes = _low_gradients(m, n, rank, low.stride(0), dy.device)
+    pitch = 16 * -(-rank // 16)
+    du = torch.empty((strips, m, pitch), device=dy.device)
+    db = torch.empty((chunks, n, pitch), device=dy.device)
+    loader.launch(variant, (strips, chunks), 256, (dy, master(b), low, du, db, *sizes), dy, True)
     return add_parts(db, rank, others=(du, into))
 
 
-@lru_cache
-def _low_gradients(ranks: int) -> loader.Variant:
+@lru_cache(maxsize=1024)
+def _low_gradients(
+    m: int, n: int, rank: int, low_pitch: int, device: torch.device
+) -> tuple[loader.Variant, int, int, tuple[np.generic, ...]]:
+    """The variant, strips of columns, chunks of tokens, and the arguments that are sizes. Kept: steps repeat."""
+    ranks, strips = -(-rank // 16), -(-n // STRIP)
+    chunk = _chunk(m, strips, (3 - ranks) * loader.limits(device)[0], TOKENS)
     stages = 4 * ranks
-    return loader.Variant("low_gradients.cu", (("RANKS", ranks), ("STAGES", stages)), stages * 2 * STRIP * TOKENS)
+    variant = loader.Variant("low_gradients.cu", (("RANKS", ranks), ("STAGES", stages)), stages * 2 * STRIP * TOKENS)
+    sizes = np.int64(m), np.int32(n), np.int32(rank), np.int64(low_pitch), np.int32(chunk)
+    return variant, strips, -(-m // chunk), sizes
 
 
 def _chunk(m: int, columns: int, blocks: int, multiple: int) -> int:
@@ -108,11 +113,18 @@ def add_parts(
             others[1].copy_(others[0][..., :columns].sum(0))
         return parts[..., :columns].sum(0) * factor
     other, narrow = others or (None, None)
-    beside, rows = other.shape[:2] if other is not None else (0, 0)
+    beside = (*other.shape[:2], narrow.stride(0)) if other is not None and narrow is not None else (0, 0, 0)
+    grid, first, second = _sum_parts(count, m, pitch, columns, factor, *beside)
     to = torch.empty((m, columns), device=parts.device)
-    sizes = np.float32(factor), np.int32(count), np.int64(m)
-    more = np.int32(beside), np.int64(rows), np.int64(narrow.stride(0) if narrow is not None else 0)
-    arguments = parts, to, *sizes, other, narrow, *more, np.int32(columns), np.int32(pitch)
-    grid = (-(-(m + rows) * -(-columns // 4) // 256),)
-    loader.launch(SUM_PARTS, grid, 256, arguments, to, True)
+    loader.launch(SUM_PARTS, grid, 256, (parts, to, *first, other, narrow, *second), to, True)
     return to
+
+
+@lru_cache(maxsize=1024)
+def _sum_parts(
+    count: int, m: int, pitch: int, columns: int, factor: float, beside: int, rows: int, to_pitch: int
+) -> tuple[tuple[int], tuple[np.generic, ...], tuple[np.generic, ...]]:
+    """The grid, and the arguments that are sizes: before the other parts and behind them."""
+    grid = (-(-(m + rows) * -(-columns // 4) // 256),)
+    second = np.int32(beside), np.int64(rows), np.int64(to_pitch), np.int32(columns), np.int32(pitch)
+    return grid, (np.float32(factor), np.int32(count), np.int64(m)), second

@@ -151,7 +151,7 @@ def launch(
         wanted[variant] = None
         return
     device = x.device
-    if device.index != torch.cuda.current_device():
+    if device.index != torch._C._cuda_getDevice():  # a tensor is there, so CUDA is initialized
         with torch.cuda.device(device):
             launch(variant, grid, threads, arguments, x, overlap)
         return
