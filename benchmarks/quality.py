@@ -26,6 +26,8 @@ from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from octavo.integrations.moments import moments_of
 from octavo.pipelines.tune import tune as tune_policy
 from octavo.pipelines.tune_report import TuneConfig

@@ -28,6 +28,8 @@ from typing import Any
 import torch
 from torch import nn
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from octavo.formats.recipe import Recipe
 from octavo.integrations import measuring
 from octavo.integrations.data import calibration_samples, load_data, token_windows

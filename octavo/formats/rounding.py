@@ -65,7 +65,7 @@ class Curvature:
         if bool((moments.diagonal() < 0).any()):
             raise DataError("second moments", got="a negative diagonal", need="sums of squares", fix="Calibrate again.")
         order = torch.argsort(moments.diagonal().float(), descending=True, stable=True)
-        h = moments.float()[order[:, None], order]
+        h = moments.float().index_select(0, order).index_select(1, order)
         live = h.diagonal() > 0
         if not bool(live.all()):
             h[~live] = 0.0
