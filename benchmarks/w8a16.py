@@ -76,11 +76,10 @@ BEST = 3  # of each kind of plan, in the table of a sweep
 def few_token_plans(m: int, n: int, k: int) -> list[Plan]:
     """Tiles of w8a16_ring.cu that fit; two terms."""
     found: list[Plan] = term_blocks(m, n, k) if m > 1 else []
-    shapes = itertools.product([(1, 1, 8), (1, 1, 16), (1, 2, 8), (2, 1, 8)], (2, 3, 4, 5, 6), (0, 1), (0, 1))
-    for (tiles, warps_n, warps_k), depth, staged, early in shapes:
-        ring = Ring(tiles, -(-m // 8), warps_n, warps_k, depth, staged, early)
-        beside = early and (2 * (ring.dynamic_bytes(m, k) + 1024) > SHARED_BYTES + 1024 or not staged)
-        if ring.dynamic_bytes(m, k) <= SHARED_BYTES and not beside and (staged or m * k > 1 << 14):
+    shapes = itertools.product([(1, 1, 8), (1, 1, 16), (1, 2, 8), (2, 1, 8)], (2, 3, 4, 5, 6), (0, 1))
+    for (tiles, warps_n, warps_k), depth, staged in shapes:
+        ring = Ring(tiles, -(-m // 8), warps_n, warps_k, depth, staged)
+        if ring.dynamic_bytes(m, k) <= SHARED_BYTES and (staged or m * k > 1 << 14):
             found.append(ring)
     return found
 
@@ -89,8 +88,8 @@ def term_blocks(m: int, n: int, k: int) -> list[Plan]:
     """The tile that plans.py takes, and its neighbours."""
     best = term_block(m, n, k, Operands(), Gpu((9, 0), loader.limits(torch.device("cuda"))[0], SHARED_BYTES))
     tiles = [(224, 64, 4), (224, 64, 5), (128, 64, 6)] if m <= 64 else [(224, 64, 4), (224, 128, 3), (128, 128, 4)]
-    every = itertools.product(tiles, {1, best.splits}, (0, 2, 4, 8))
-    return [best, *(TermBlock(*tile, splits=splits, ahead=ahead) for tile, splits, ahead in every)]
+    every = itertools.product(tiles, {1, best.splits})
+    return [best, *(TermBlock(*tile, splits=splits) for tile, splits in every)]
 
 
 def many_token_plans(m: int, n: int, k: int) -> list[Plan]:

@@ -65,8 +65,8 @@ class Tokens:
 class Ring:
     """A block of w8a16_ring.cu: warps_n x warps_k warps, 8 * tiles_m tokens, 16 * tiles_n rows of W for each warps_n.
 
-    depth: chunks of 128 codes a row in a warp's ring. staged: x as FP16 in shared memory. early: fills its ring beside
-    a block of the kernel before. overlap: may start before the kernel before has ended.
+    depth: chunks of 128 codes a row in a warp's ring. staged: x as FP16 in shared memory. overlap: may start before
+    the kernel before has ended.
     """
 
     tiles_n: int
@@ -75,7 +75,6 @@ class Ring:
     warps_k: int
     depth: int
     staged: int = 1
-    early: int = 0
     overlap: int = 1
 
     source = "w8a16_ring.cu"
@@ -83,7 +82,7 @@ class Ring:
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
-        names = "tiles_n", "tiles_m", "warps_n", "warps_k", "depth", "staged", "early"
+        names = "tiles_n", "tiles_m", "warps_n", "warps_k", "depth", "staged"
         return _defines(self, *names)
 
     @property
@@ -107,10 +106,6 @@ class Ring:
         ring = warps * self.depth * self.tiles_n * 2048
         sums = 2 * self.warps_k * m * (self.rows + 4) * 4
         return ring + sums + self.tokens * (1 + warps) * 4 + self.staged * m * (-(-k // 128) * 128 + 8) * 2
-
-    def fits_twice(self, m: int, k: int, shared: int) -> bool:
-        """On a multiprocessor. It has a KB more than one block can ask for, and each block takes one."""
-        return 2 * self.dynamic_bytes(m, k) + 1024 <= shared
 
     def grid(self, n: int, multiprocessors: int) -> tuple[int]:
         return (min(-(-n // self.rows), multiprocessors),)
@@ -215,8 +210,7 @@ class Terms:
 class TermBlock:
     """A block of w8a16_terms.cu: `tokens` as two E4M3 terms, `columns` rows of W, steps of 128 of K in a ring.
 
-    short: steps whose sums the tensor cores keep. splits: parts of K that blocks of their own take. ahead: steps beyond
-    the ring that the L2 cache fetches while the kernel before runs.
+    short: steps whose sums the tensor cores keep. splits: parts of K that blocks of their own take.
     """
 
     columns: int = 224
@@ -224,7 +218,6 @@ class TermBlock:
     depth: int = 4
     short: int = 4
     splits: int = 1
-    ahead: int = 2
 
     source = "w8a16_terms.cu"
     why = "inputs as two E4M3 terms, both through FP8 tensor cores with one look at the codes (w8a16_terms.cu)"
@@ -232,7 +225,7 @@ class TermBlock:
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
-        return *_defines(self, "columns", "tokens", "depth", "short", "ahead"), ("SPLIT", int(self.splits > 1))
+        return *_defines(self, "columns", "tokens", "depth", "short"), ("SPLIT", int(self.splits > 1))
 
     def dynamic_bytes(self, m: int, k: int) -> int:
         """The ring; at the end the sums in float32."""
@@ -275,18 +268,12 @@ def plan_dx(m: int, k: int, tokens: Tokens) -> Panels:
 def few_tokens(m: int, n: int, k: int, gpu: Gpu) -> Ring:
     """The first that fits the shared memory: with x in it, unless it is much for the rows a block has, or from L1.
 
-    With more than 8 tokens from L1 a warp takes twice the rows, which read x half as often. Where kernels may overlap
-    and two blocks fit, one that fills its ring early.
+    From L1 a warp takes twice the rows, which read x half as often.
     """
-    early = [Ring(1, 1, 2, 8, 3, early=1)] if gpu.sm == (9, 0) else []  # elsewhere it does not fit the registers
-    early += [Ring(1, 1, 1, 8, depth, early=1) for depth in (6, 5, 4, 3)]
-    for ring in early if m <= 8 and gpu.sm >= (9, 0) else []:
-        if ring.fits_twice(m, k, gpu.shared):
-            return ring
     groups, much = -(-m // 8), 2 * m * k > 1 << 16 and n < 64 * gpu.multiprocessors
     rings = [Ring(1, groups, 2, 8, depth) for depth in (3, 2)] if groups == 1 else [Ring(1, groups, 1, 8, 4)]
     rings += [Ring(1, groups, 1, 8, depth) for depth in (3, 2)]
-    from_l1 = [Ring(tiles, groups, 2 if groups == 1 else 1, 8, depth, 0) for tiles in (groups, 1) for depth in (3, 2)]
+    from_l1 = [Ring(tiles, groups, 1, 8, depth, 0) for tiles in (2, 1) for depth in (3, 2)]
     return next(ring for ring in [*([] if much else rings), *from_l1] if ring.dynamic_bytes(m, k) <= gpu.shared)
 
 

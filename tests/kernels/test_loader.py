@@ -20,7 +20,7 @@ def w8a16(plan, x_bf16, e5m2, scales):
     return loader.Variant(plan.source, (("X_BF16", x_bf16), ("E5M2", e5m2), ("SCALES", scales), *plan.defines))
 
 
-PLANS = [Ring(1, 1, 1, 8, 6, early=1), Ring(1, 2, 1, 8, 4), Ring(2, 2, 1, 16, 2, staged=0)]
+PLANS = [Ring(1, 1, 2, 8, 3), Ring(1, 2, 1, 8, 4), Ring(2, 2, 1, 16, 2, staged=0)]
 PLANS += [Block(2, 8, 4, 4, splits=2), Wide()]
 VARIANTS = [w8a16(plan, 1, 0, 2) for plan in PLANS] + [w8a16(plan, 0, 1, 0) for plan in (PLANS[0], PLANS[3])]
 VARIANTS += [

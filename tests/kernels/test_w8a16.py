@@ -48,7 +48,6 @@ def test_product(granularity, dtype, m, n, k):
     [
         Ring(1, 2, 1, 4, 2),
         Ring(2, 2, 2, 3, 4),
-        Ring(1, 2, 1, 4, 3, early=1),
         Ring(1, 2, 2, 8, 3, staged=0),
         Block(1, 4, 2, 2),
         Block(2, 8, 4, 3, splits=3),

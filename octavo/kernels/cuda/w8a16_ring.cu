@@ -5,16 +5,13 @@
 // a ring in shared memory that only it reads, across the ends of tiles: the memory never waits for a sum. Partial sums
 // meet in shared memory in a fixed order: no atomics, no locks, the same bits every time, whatever the grid.
 //
-// EARLY: a block fits a multiprocessor beside one of the kernel before, and fills its ring while that one runs: the memory
-// does not wait for the end of a kernel, nor for x, either.
-//
 // STAGED: x lies in shared memory as FP16, a token times a power of two that brings its largest value below 2**15, which
 // the sum is divided by. For BF16 that is exact for values down to 2**-32 of the largest, and off by 2**-40 of it at most
 // below; it makes W's codes FP16 operands, which cost less to decode than BF16 ones. Otherwise x comes from L1 as it is.
 // Up to 8 tokens cost what one costs.
 //
 // Compiled per variant with: NAME, X_BF16, E5M2, SCALES (0 tensor, 1 row, 2 block 128 x 128), TILES_N, TILES_M,
-// WARPS_N, WARPS_K, DEPTH, STAGED, EARLY. Needs K % 16 == 0 and rows of x on 16-byte boundaries; dynamic shared memory as
+// WARPS_N, WARPS_K, DEPTH, STAGED. Needs K % 16 == 0 and rows of x on 16-byte boundaries; dynamic shared memory as
 // kernels/tiling.py says.
 #define MMA_BF16 (X_BF16 && !STAGED)
 #define ALTERNATE_X (X_BF16 && STAGED)  // its values can be put in any order
@@ -118,7 +115,7 @@ DEVICE void prefetch_chunk(const Source& from, int later, int lane) {
             prefetch(from.at + i * i64(4) * from.K + later * WARPS_K * CHUNK);
 }
 
-KERNEL(THREADS, 1 + EARLY)
+KERNEL(THREADS, 1)
 NAME(const u8* codes, const float* scale, const u16* x, const u16* bias, u16* y, int M, int N, int K, i64 x_stride) {
     DYNAMIC_SHARED(dynamic);
     u8* shared = reinterpret_cast<u8*>(dynamic);
@@ -135,26 +132,17 @@ NAME(const u8* codes, const float* scale, const u16* x, const u16* bias, u16* y,
 
     const int row_in_tile = warp_n * 16 * TILES_N;
     Source from = source_of(codes, N, K, row_in_tile, warp_k, lane);
-    const auto fill = [&] {
-#pragma unroll
-        for (int d = 0; d < DEPTH - 1; ++d) copy_chunk(ring + d * SLOT, from, lane);
-    };
-    // While the kernel before runs, codes are on their way; what it writes is not touched.
-#if EARLY
-    fill();
-#else
+    // While the kernel before runs, the L2 cache fetches the first codes; what it writes is not touched.
 #pragma unroll
     for (int d = 0; d < DEPTH - 1; ++d) prefetch_chunk(from, d, lane);
-#endif
     wait_for_previous_kernel();
 #if STAGED
     copy_tokens(staged, x, M, K, chunks * CHUNK, pitch, x_stride);
 #endif
-#if !EARLY
-    fill();
-#endif
+#pragma unroll
+    for (int d = 0; d < DEPTH - 1; ++d) copy_chunk(ring + d * SLOT, from, lane);
 #if STAGED
-    wait_for_copies<EARLY ? 0 : DEPTH - 1>();
+    wait_for_copies<DEPTH - 1>();
 #if X_BF16
     convert_tokens(staged, factor, exponents, M, chunks * CHUNK, pitch);
 #endif

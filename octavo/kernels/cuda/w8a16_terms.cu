@@ -10,7 +10,7 @@
 // w8a16_sum.cu. No atomics, no locks, the same bits every time.
 //
 // Compiled per variant with: NAME, X_BF16, SCALES (0 tensor, 1 row, 2 block 128 x 128), COLUMNS (224 or 128; 128 with
-// SCALES 2), TOKENS (64 or 128), DEPTH, AHEAD, SHORT (1 with SCALES 2), SPLIT. Needs K % 16 == 0; compiles for sm_90a.
+// SCALES 2), TOKENS (64 or 128), DEPTH, SHORT (1 with SCALES 2), SPLIT. Needs K % 16 == 0; compiles for sm_90a.
 #if TOKENS == 128
 #define WIDTH COLUMNS  // of what a group of warps multiplies: a name of an instruction is made of it
 #elif COLUMNS == 224
@@ -67,13 +67,9 @@ NAME(const u8* codes, const float* scale, const u8* terms, const float* term_sca
         end_of_copies();
     };
 
-    // While the kernel before runs, the first codes are on their way: DEPTH - 1 steps, and AHEAD to the L2 cache.
+    // While the kernel before runs, the first codes are on their way.
 #pragma unroll
     for (int d = 0; d < DEPTH - 1; ++d) copy_codes(begin + d);
-    for (int at = threadIdx.x; at < COLUMNS * AHEAD; at += 256) {
-        const int row = block_row + at % COLUMNS, step = begin + DEPTH - 1 + at / COLUMNS;
-        if (row < N && step < end) prefetch(codes + i64(row) * K + step * STEP);
-    }
     end_of_previous_kernel();
 
     float product[WIDTH / 2], sum[WIDTH / 2] = {};
