@@ -29,6 +29,7 @@ from octavo.workflows.measures.timing import graph_milliseconds, milliseconds
 
 NEW = 256
 SMALL_GPU, RESERVE = 24 << 30, 1 << 30  # bytes of an RTX 3090, and what of it is left for a step's own tensors
+TRIES = 3
 # name -> weights and KV cache; no cache: Transformers' own loop
 VARIANTS: dict[str, tuple[str, Granularity | None]] = {
     "generate bf16": ("bf16", None),
@@ -157,21 +158,34 @@ def _parts(model: nn.Module, kv_cache: Granularity, device: str, tokens: int = 1
 
 def _context(model: nn.Module, kv_cache: Granularity, weights: int, device: str) -> dict[str, Any]:
     """How many tokens a cache holds beside the weights, tried: steps at its end, no more memory than SMALL_GPU."""
-    probe = Decoder(model, capacity=STEP, kv_cache=kv_cache, graph=False).warmup()
-    a_token = sum(storage.nbytes for storage in cast(Any, probe.state).storages) // STEP
-    capacity = int((SMALL_GPU - RESERVE - weights) // a_token) // STEP * STEP
-    del probe
-    _free()
-    torch.cuda.reset_peak_memory_stats()
-    state = cast(Any, Decoder(model, capacity=capacity, kv_cache=kv_cache).warmup().state)
-    state.length.fill_(capacity - 2)
-    state.advance()
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated()
-    row = {"tokens": capacity, "bytes_a_token": a_token, "peak_gib": round(peak / 2**30, 2)}
-    if peak > SMALL_GPU:
-        raise OctavoError(f"a cache of {capacity} tokens", got=f"{row['peak_gib']} GiB", need="24 GiB")
-    return row | {"finite": bool(torch.isfinite(state.logits).all())}
+    a_token, whole = _bytes_a_token(Decoder(model, capacity=STEP, kv_cache=kv_cache, graph=False).warmup())
+    room = SMALL_GPU - RESERVE - weights
+    for _ in range(TRIES):
+        capacity = int(room // whole) // STEP * STEP
+        if capacity < STEP:
+            return {"tokens": 0, "bytes_a_token": a_token}
+        _free()
+        torch.cuda.reset_peak_memory_stats()
+        state = cast(Any, Decoder(model, capacity=capacity, kv_cache=kv_cache).warmup().state)
+        state.length.fill_(capacity - 2)
+        state.advance()
+        torch.cuda.synchronize()
+        peak, finite = torch.cuda.max_memory_allocated(), bool(torch.isfinite(state.logits).all())
+        if peak <= SMALL_GPU:
+            sizes = {"bytes_a_token": a_token, "peak_gib": round(peak / 2**30, 2)}
+            return {"tokens": capacity, **sizes, "finite": finite}
+        room = capacity * whole - (peak - SMALL_GPU)
+        del state
+    fix = "What a step takes beside its cache grew while it was measured: end other work in this process."
+    raise OctavoError(f"a cache of {capacity} tokens", got=f"{peak / 2**30:.2f} GiB", need="24 GiB", fix=fix)
+
+
+def _bytes_a_token(decoder: Decoder) -> tuple[int, int]:
+    """Of the caches, and of all that is made for a capacity."""
+    state, capacity = cast(Any, decoder.state), decoder.capacity
+    caches = sum(storage.nbytes for storage in state.storages)
+    rest = sum(buffer.nbytes for buffer in (state.mask, state.history, *decoder.step.tables))
+    return caches // capacity, -(-(caches + rest) // capacity)
 
 
 def _free() -> None:
