@@ -1,7 +1,7 @@
 """Every kernel of backend w8a16 on a CUDA device, whatever tiling.py takes, against float64 products.
 
     python benchmarks/w8a16_check.py [--small]
-    compute-sanitizer --tool memcheck --error-exitcode 1 python benchmarks/w8a16_check.py --small
+    compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 python benchmarks/w8a16_check.py --small
 
 --small: one problem of each kind. Exit code 1 where a result is wrong. OCTAVO_ARCH=80 runs the code path of an A100.
 """
