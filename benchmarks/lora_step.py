@@ -255,7 +255,7 @@ class Watch:
 
     def _look(self) -> None:
         nvml, device = self.nvml, self.device
-        while not self.done.wait(0.1):
+        while not self.done.wait(0.4):  # its calls hold up launches
             use = nvml.nvmlDeviceGetUtilizationRates(device).gpu
             clock = nvml.nvmlDeviceGetClockInfo(device, nvml.NVML_CLOCK_SM)
             self.seen.append((use, clock, nvml.nvmlDeviceGetPowerUsage(device) / 1e3))

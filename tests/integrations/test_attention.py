@@ -118,13 +118,26 @@ def test_whole_causal_sequences_have_a_tile_for_each_query_head(flash):
     assert flash == [False] and weights is None and torch.equal(y, want)
 
 
+def test_one_row_is_asked_once_whether_it_is_packed(flash, monkeypatch):
+    asked, diff = [], torch.Tensor.diff
+    monkeypatch.setattr(torch.Tensor, "diff", lambda x: asked.append(x) or diff(x))
+    q, k, v = heads(batch=1)
+    for positions, layers in ((torch.arange(1024)[None], 3), (torch.arange(7, 1031)[None], 2)):
+        for _ in range(layers):
+            unpacked_heads(SimpleNamespace(is_causal=True), q, k, v, None, position_ids=positions)
+    assert flash == [False] * 5 and len(asked) == 2
+    positions.remainder_(512)
+    unpacked_heads(SimpleNamespace(is_causal=True), q, k, v, None, position_ids=positions)
+    assert flash[5:] == ["transformers"]
+
+
 OTHERS = {
     "mask": {"mask": torch.ones(2, 1024)},
     "window": {"sliding_window": 512},
     "softcap": {"softcap": 50.0},
     "sink": {"s_aux": torch.zeros(4)},
     "packed": {"cu_seq_lens_q": torch.tensor([0, 5, 1024])},
-    "perhaps packed": {"batch": 1, "position_ids": torch.arange(1024)[None]},
+    "packed in one row": {"batch": 1, "position_ids": torch.arange(1024)[None] % 512},
     "dropout": {"dropout": 0.1},
     "deterministic": {"deterministic": True},
     "weights asked for": {"output_attentions": True},
