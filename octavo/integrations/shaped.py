@@ -35,8 +35,9 @@ def random_model(config: Mapping[str, Any], weights: str, device: str, activatio
 def random_lora(config: Mapping[str, Any], kind: str, device: str, checkpointing: bool) -> nn.Module:
     """A Llama with adapters of RANK on all linears, in training mode.
 
-    kind: `fused`, FP8 base and fused layers; `one by one`, the same without fusing, both with float32 adapters; `best
-    bf16`, adapters in BF16, compiled layers. `fused` and `best bf16` take Liger's loss where it is installed.
+    kind: `fused`, FP8 base and fused layers; `one by one`, the same without fusing, both with float32 adapters;
+    `float32`, the same codes, all else in float32; `best bf16`, adapters in BF16, compiled layers. `fused` and `best
+    bf16` take Liger's loss where it is installed.
     """
     from peft import LoraConfig
     from peft import get_peft_model as plain
@@ -44,8 +45,11 @@ def random_lora(config: Mapping[str, Any], kind: str, device: str, checkpointing
     from octavo.base.packages import version_of
     from octavo.integrations.peft import get_peft_model, register
 
-    base: Any = random_model({**config, "use_cache": False}, "bf16" if kind == "best bf16" else "fp8", device, "token")
-    if kind != "one by one" and version_of("liger_kernel") is not None:
+    weights, activation = "bf16" if kind == "best bf16" else "fp8", "none" if kind == "float32" else "token"
+    base: Any = random_model({**config, "use_cache": False}, weights, device, activation)
+    if kind == "float32":
+        base.float()
+    if kind in ("fused", "best bf16") and version_of("liger_kernel") is not None:
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 
         apply_liger_kernel_to_llama(

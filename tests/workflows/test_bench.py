@@ -89,8 +89,8 @@ def test_lora(on_cpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 1 << 20)
     rows = list(lora.rows(TINY_LLAMA, "cpu", list(lora.VARIANTS)[:2], sequence=32))
     assert "not measured" in rows[0]["outcome"] and rows[1]["tokens_s"] > 0 and rows[1]["db"] > 30
-    monkeypatch.setitem(lora.FLOOR_DB, "gradients", 99.0)
-    with pytest.raises(OctavoError, match="gate of lora: gradients"):
+    monkeypatch.setitem(lora.ROOM_DB, "gradients", -9.0)
+    with pytest.raises(OctavoError, match="gate of lora: gradients of fused layers"):
         lora.check(TINY_LLAMA, "cpu", 16)
 
 

@@ -2,7 +2,8 @@
 
 r = 16 on all linears, sequences of 4,096 tokens, fused AdamW. The rival: Liger's loss and rotary embedding, compiled
 layers, adapters in pure BF16 without float32 masters, which is a risk for accuracy that ours does not take; without
-Liger it is not measured. The gate: logits and gradients of two layers, fused, against the same layers one by one.
+Liger it is not measured. The gate: logits and gradients of two fused layers are as near to the same codes in float32
+as those of the layers one by one.
 Memory is read after optimizer states exist.
 """
 
@@ -29,8 +30,10 @@ VARIANTS: dict[str, tuple[str, int, bool]] = {
     "fp8 fused, 4 sequences": ("fused", 4, False),
     "fp8 fused, 4 sequences, checkpointing": ("fused", 4, True),
 }
-# Two orders of sums in BF16 move codes of the inputs that lie at the edge of another; one by one, dY stays in 16 bit.
-FLOOR_DB = {"logits": 22.0, "gradients": 10.0}
+# dB that fused layers may lie further from float32. Both ways round the same inputs to FP8, so they have errors of one
+# size, and not the same ones: a difference in BF16 moves codes at an edge. Fused, dY is rounded, too: at most twice the
+# error.
+ROOM_DB = {"logits": 1.0, "gradients": 3.0}
 
 
 def rows(
@@ -51,26 +54,34 @@ def rows(
 
 
 def check(config: Mapping[str, Any], device: str, tokens: int) -> float:
-    """dB of the logits of two fused layers against the same layers one by one; gradients of adapters, too."""
-    found = []
-    for kind in ("fused", "one by one"):
-        model = random_lora({**config, "num_hidden_layers": 2}, kind, device, False)
-        generator = torch.Generator(device).manual_seed(1)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if "lora_B" in name:
-                    parameter.copy_(torch.randn(parameter.shape, generator=generator, device=device) * 0.01)
-        ids = torch.randint(0, int(config["vocab_size"]), (1, tokens), generator=generator, device=device)
-        with torch.autocast(device, torch.bfloat16):
-            logits = cast(Any, model)(input_ids=ids).logits
-        logits.float().square().mean().backward()
-        grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
-        found.append((logits.detach(), torch.cat(grads)))
-        del model
-    for what, mine, theirs in zip(FLOOR_DB, *found, strict=True):
-        if not (db := sqnr_db(mine, theirs)) > FLOOR_DB[what]:
-            raise OctavoError(f"gate of lora: {what}", got=f"{db:.1f} dB", need=f"{FLOOR_DB[what]} dB")
-    return round(sqnr_db(*(logits for logits, _ in found)), 1)
+    """dB of the logits of two fused layers against the same codes in float32. OctavoError where they lie too far."""
+    exact, fused, single = (_results(config, kind, device, tokens) for kind in ("float32", "fused", "one by one"))
+    for what, room in ROOM_DB.items():
+        mine, theirs = (sqnr_db(found[what], exact[what]) for found in (fused, single))
+        if not mine > theirs - room:
+            raise OctavoError(
+                f"gate of lora: {what} of fused layers against float32",
+                got=f"{mine:.1f} dB",
+                need=f"{theirs - room:.1f} dB: those of layers one by one have {theirs:.1f}",
+                fix="Nothing is measured. Please report this with the output of octavo doctor.",
+            )
+    return round(sqnr_db(fused["logits"], exact["logits"]), 1)
+
+
+def _results(config: Mapping[str, Any], kind: str, device: str, tokens: int) -> dict[str, torch.Tensor]:
+    """Logits of two layers, and gradients of their adapters, of which no B is zero."""
+    model = random_lora({**config, "num_hidden_layers": 2}, kind, device, False)
+    generator = torch.Generator(device).manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, device=device) * 0.01)
+    ids = torch.randint(0, int(config["vocab_size"]), (1, tokens), generator=generator, device=device)
+    with torch.autocast(device, torch.bfloat16, enabled=kind != "float32"):
+        logits = cast(Any, model)(input_ids=ids).logits
+    logits.float().square().mean().backward()
+    gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    return {"logits": logits.detach(), "gradients": gradients}
 
 
 def _measured(model: nn.Module, micro: int, sequence: int, device: str) -> dict[str, Any]:
