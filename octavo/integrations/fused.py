@@ -63,19 +63,13 @@ class _Binding:
         for parent in (layer, cast(Any, layer).self_attn, getattr(layer, "mlp", None)):
             self.modules += [(parent, name, module) for name, module in parent.named_children()] if parent else []
         layer.__dict__[FUSED] = self
-        if groups := layout.groups(layer):
-            self._bind(layout, *groups)
-
-    def _bind(self, layout: Layout, qkv: list[nn.Module], o: list[nn.Module], gated: Sequence[nn.Module] = ()) -> None:
-        layer, written = cast(Any, self.layer), layout.written
-        first = _Group(self, layer.input_layernorm, qkv, written.norm_offset)
-        self.groups = [first, _Group(self, None, o)]
-        if layout.activation and gated:
-            norm = getattr(layer, written.mlp_norm)
-            mlp = _Mlp(self, norm, layer.mlp, gated, layout.activation, written.norm_offset)
+        offset, layers = layout.written.norm_offset, layout.groups(layer)
+        self.groups += [_Group(self, norm, group, offset) for norm, group in layers[:2]]
+        for norm, group in layers[2:]:
+            mlp = _Mlp(self, cast(nn.Module, norm), cast(Any, layer).mlp, group, cast(str, layout.activation), offset)
             self.groups.append(mlp)
-            if written.plain and "forward" not in layer.__dict__:  # what accelerate wraps moves inputs between devices
-                _PlainLayer(self, first, mlp)
+            if layout.written.plain and "forward" not in layer.__dict__:  # what accelerate wraps moves inputs about
+                _PlainLayer(self, cast(_Group, self.groups[0]), mlp)
 
     def holds(self) -> bool:
         """Whether all modules are still those that were bound; undoes what is bound where they are not."""

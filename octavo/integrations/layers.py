@@ -29,15 +29,21 @@ class Layout:
         named = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
         return Layout(written, ACTIVATIONS.get(named or "")) if written else None
 
-    def groups(self, layer: nn.Module) -> list[list[nn.Module]]:
-        """The projections that run together: QKV; O; those of a gated MLP. Empty where no linear is in FP8."""
-        attention, mlp = cast(Any, layer).self_attn, getattr(layer, "mlp", None)
+    def groups(self, layer: nn.Module) -> list[tuple[nn.Module | None, list[nn.Module]]]:
+        """The projections that run together, and the norm before them: of QKV; of O; of a gated MLP.
+
+        Empty where no linear of the layer is in FP8.
+        """
+        parts, mlp = cast(Any, layer), getattr(layer, "mlp", None)
         if not any(isinstance(module, FrozenFloat8Linear) for module in layer.modules()):
             return []
-        groups = [[getattr(attention, name) for name in QKV], [attention.o_proj]]
+        found: list[tuple[nn.Module | None, list[nn.Module]]] = [
+            (parts.input_layernorm, [getattr(parts.self_attn, name) for name in QKV]),
+            (None, [parts.self_attn.o_proj]),
+        ]
         if self.activation and mlp is not None and all(hasattr(mlp, name) for name in GATED):
-            groups.append([getattr(mlp, name) for name in GATED])
-        return groups
+            found.append((getattr(layer, self.written.mlp_norm), [getattr(mlp, name) for name in GATED]))
+        return found
 
 
 def layers_of(decoder: nn.Module) -> list[nn.Module]:
@@ -48,7 +54,10 @@ def layers_of(decoder: nn.Module) -> list[nn.Module]:
 
 def decoder(model: nn.Module) -> nn.Module:
     """The stack of layers of a causal language model, without its head; of a wrapper, that of its text model."""
-    found: Any = cast(Any, model).get_decoder()
+    whole = cast(Any, model.get_base_model() if hasattr(model, "get_base_model") else model)  # type: ignore[operator]
+    found: Any = whole.get_decoder()
+    if not hasattr(found, "get_output_embeddings"):  # some classes call their head so
+        found = whole.base_model
     while found.get_output_embeddings() is not None:  # some classes call all of themselves the decoder
         found = found.base_model if found.base_model is not found else found.model
     return cast(nn.Module, found)

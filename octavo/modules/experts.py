@@ -6,6 +6,7 @@ Shapes: E experts, H hidden size, I intermediate size, T tokens, k experts per t
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from octavo.base.errors import ConfigError, ShapeError
 from octavo.formats.rule import Rule
 from octavo.formats.scaled import ScaledTensor
 from octavo.modules.frozen import FrozenParameter, move_only
+from octavo.modules.guard import refuse_adapters_of_experts
 from octavo.ops.linear import apply, check_activation
 
 NAMES = ("gate_proj", "up_proj", "down_proj")
@@ -52,6 +54,12 @@ class FrozenFloat8Experts(nn.Module):
             self.register_parameter(name, FrozenParameter(codes))
             ones = torch.ones(scale_shape, dtype=torch.float32, device=device)
             self.register_parameter(f"{name}_scale", FrozenParameter(ones))
+
+    @property
+    def base_layer(self) -> NoReturn:
+        """Absent: as in FrozenFloat8Linear, who asks for it on behalf of an adapter is refused."""
+        refuse_adapters_of_experts()
+        raise AttributeError(f"'{type(self).__name__}' object has no attribute 'base_layer'")
 
     def scaled(self, expert: int) -> dict[str, ScaledTensor]:
         """One expert's matrices by their names in files; they share the module's memory."""

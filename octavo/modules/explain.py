@@ -36,7 +36,7 @@ class LayerKernels:
 class Explanation:
     """What `explain` found; print it. sixteen_bit: linears that are not in FP8, which torch multiplies.
 
-    training: how a step of LoRA runs where the model is, and why, for models of `octavo.load`.
+    training: how a step of LoRA runs and why, for models of `octavo.load`.
     """
 
     layers: tuple[LayerKernels, ...]
@@ -52,7 +52,7 @@ class Explanation:
 class Explains(Protocol):
     """A hook that knows what it makes of the module it is on."""
 
-    def explain(self, module: nn.Module) -> str: ...
+    def explain(self, module: nn.Module, gpu: HardwareCaps | None) -> str: ...
 
 
 def explain(model: nn.Module, tokens: Sequence[int] = (1, 64, 4096), gpu: str | None = None) -> Explanation:
@@ -77,7 +77,9 @@ def explain(model: nn.Module, tokens: Sequence[int] = (1, 64, 4096), gpu: str | 
     hooks: Iterator[tuple[nn.Module, object]] = (
         (module, hook) for module in model.modules() for hook in module._forward_pre_hooks.values()
     )
-    training = tuple(hook.explain(module) for module, hook in hooks if isinstance(hook, Explains))
+    training = tuple(
+        hook.explain(module, caps_named(gpu) if gpu else None) for module, hook in hooks if isinstance(hook, Explains)
+    )
     return Explanation(tuple(found), tuple(rest), training)
 
 

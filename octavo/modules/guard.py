@@ -33,3 +33,14 @@ def refuse_readers_of_codes(depth: int = 2) -> None:
             need="an adapter that leaves the base weight alone: LoRA or rank-stabilised LoRA",
             fix="DoRA, PiSSA, OLoRA, orthogonal and LoftQ belong to the 16-bit model: use mode two-stage.",
         )
+
+
+def refuse_adapters_of_experts(depth: int = 2) -> None:
+    """RefusedError if a wrapper of PEFT's is the caller: it adds to a stack of experts, here codes, in every pass."""
+    if sys._getframe(depth).f_code.co_name == "get_base_layer":
+        raise RefusedError(
+            "an adapter over stacked experts",
+            got="FP8 codes",
+            need="adapters of the attention alone",
+            fix="target_modules=['q_proj', 'k_proj', 'v_proj', 'o_proj'], or experts in 16 bit by the recipe's skip.",
+        )

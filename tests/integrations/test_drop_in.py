@@ -11,11 +11,14 @@ import torch
 import torch.distributed as dist
 from peft import LoHaConfig, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from trl import SFTConfig, SFTTrainer
 
 import octavo
+from octavo.base.errors import RefusedError
 from octavo.integrations.fused import FUSED
+from octavo.integrations.layers import decoder
 from octavo.testing import assert_sqnr
 from tests.integrations.test_fused import everywhere, plain  # noqa: F401  used by pytest
 
@@ -102,24 +105,43 @@ def test_one_message_says_what_runs_and_why(everywhere, tiny_llama, caplog):  # 
     """LoHa's layers take their turn one by one; those without are fused."""
     caplog.set_level(logging.INFO, "octavo")
     model = adapted(tiny_llama, LoHaConfig(r=2, target_modules=["q_proj"]))
-    said = octavo.explain(model).training
+    said, on_gpu = octavo.explain(model).training, octavo.explain(model, gpu="h100").training
     for _ in range(2):
         assert any("hada" in name for name in gradients(model, IDS))
     assert everywhere == ["project", "gated_mlp"] * 4
     assert said == ("training layer by layer: needs a CUDA device of sm89 or later, this is cpu",)
+    assert on_gpu == (
+        "training: 12 of 14 FP8 linears multiply in FP8, forward and backward; "
+        "the others run one by one: adapters of PEFT's loha",
+    )
     assert [record.getMessage() for record in caplog.records if "training" in record.getMessage()] == list(said)
 
 
 def test_inference_binds_nothing(everywhere, tiny_llama):  # noqa: F811
     model = octavo.load(tiny_llama, device="cpu")
     model(input_ids=IDS), model.generate(input_ids=IDS[:1, :4], max_new_tokens=2)
-    adapted_one = get_peft_model(model, LoraConfig(**LORA)).eval()
-    adapted_one(input_ids=IDS)
+    adapted = get_peft_model(model, LoraConfig(**LORA)).eval()
+    with torch.no_grad():
+        adapted(input_ids=IDS)
     assert not everywhere and not any(FUSED in module.__dict__ for module in model.modules())
+    gradients(adapted, IDS)
+    assert len(everywhere) == 6, "a loop that never calls train()"
 
 
-def test_two_ranks_of_ddp(everywhere, tiny_llama, tmp_path):  # noqa: F811
-    """The mean of what each half gives by itself."""
+def test_experts_in_fp8_take_no_adapter(tiny_moe):
+    """Where PEFT would add to the codes in every pass."""
+    with pytest.raises(RefusedError, match="an adapter over stacked experts; got FP8 codes"):
+        get_peft_model(octavo.load(tiny_moe, device="cpu"), LoraConfig(**LORA))
+
+
+def sharded(model):
+    for layer in decoder(model).layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def test_two_ranks(everywhere, tiny_llama, tmp_path):  # noqa: F811
+    """DDP and FSDP2 give the mean of what each half gives by itself."""
     model = adapted(tiny_llama)
     halves = [gradients(model, half) for half in IDS.chunk(2)]
     children = []
@@ -131,15 +153,18 @@ def test_two_ranks_of_ddp(everywhere, tiny_llama, tmp_path):  # noqa: F811
                 store = dist.FileStore(str(tmp_path / "store"), 2)
                 dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
                 everywhere.clear()
-                found = gradients(DistributedDataParallel(model), IDS.chunk(2)[rank])
-                if rank == 0:
-                    save_file(found, tmp_path / "found.safetensors")
+                for wrap in (DistributedDataParallel, sharded):
+                    found = gradients(wrap(copy.deepcopy(model)), IDS.chunk(2)[rank])
+                    found = {name: grad.full_tensor() if wrap is sharded else grad for name, grad in found.items()}
+                    save_file(found, tmp_path / f"{wrap.__name__}{rank}.safetensors")
                 dist.barrier()
-                code = 0 if len(everywhere) == 6 else 2
+                code = 0 if len(everywhere) == 12 else 2
             finally:
                 os._exit(code)
         children.append(child)
     assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0]
-    found = load_file(tmp_path / "found.safetensors")
-    for name, grad in found.items():
-        torch.testing.assert_close(grad, (halves[0][name] + halves[1][name]) / 2)
+    for wrap in (DistributedDataParallel, sharded):
+        found = load_file(tmp_path / f"{wrap.__name__}0.safetensors")
+        assert found.keys() == halves[0].keys()
+        for name, grad in found.items():
+            torch.testing.assert_close(grad, (halves[0][name] + halves[1][name]) / 2)

@@ -6,7 +6,7 @@ import torch
 import octavo
 from octavo import Recipe
 from octavo.formats.granularity import PerRow
-from octavo.integrations import fast_path
+from octavo.integrations import fast_path, survey
 from octavo.integrations.fast_path import choose_activation
 from octavo.modules.frozen import FrozenFloat8Linear
 from octavo.ops.backends import Backend
@@ -22,7 +22,7 @@ def tensor_cores(monkeypatch):
             return f"{wanted}, not {problem.activation}"
         return "rows of multiples of 128" if wanted == "group128" and problem.k % 128 else None
 
-    monkeypatch.setattr(fast_path, "BACKENDS", {"native": Backend("native", refuse, "octavo.ops.native")})
+    monkeypatch.setattr(survey, "BACKENDS", {"native": Backend("native", refuse, "octavo.ops.native")})
 
 
 def activations(model):

@@ -42,7 +42,8 @@ FAMILIES = {
 }
 
 
-OTHERS = {"olmo2": {}, "phi3": {"pad_token_id": 0}, "cohere": {"pad_token_id": 0}, "starcoder2": {}, "gpt_neox": {}}
+PADDED = ("phi3", "cohere", "modernbert-decoder")
+OTHERS = {"olmo2": {}, "gpt_neox": {}} | {family: {"pad_token_id": 0} for family in PADDED}
 
 
 def build(family="llama", activation="token", dropout=0.0, scheme="channel", sizes=None, targets=None, ours=False):
