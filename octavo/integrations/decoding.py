@@ -26,7 +26,7 @@ from octavo.integrations.decode_inputs import (
 )
 from octavo.integrations.decoder_step import DecoderStep
 from octavo.integrations.float8_cache import layer_scales
-from octavo.modules.kv_storage import Granularity, KVStorage
+from octavo.modules.kv_storage import Granularity, KVStorage, lasting
 from octavo.ops.attention import CachedKV, why_not
 from octavo.ops.graphs import capture
 from octavo.store.scales import Scales
@@ -83,7 +83,7 @@ class Decoder:
                 raise UnsupportedError("Decoder", got=reason, fix="Use model.generate without it.")
         self.state: _State | None = None
 
-    @torch.no_grad()
+    @lasting()
     def warmup(self, batch: int = 1, *, padded: bool = False, prompt: int = 0) -> Self:
         """Allocate, compile and capture for `batch` rows: what the first call of that size would otherwise do.
 
@@ -182,6 +182,7 @@ class _State:
         graph = self.graph_of(prompt.shape[1])
         return self.step.prompt(prompt, self.caches) if graph is None else graph(prompt)
 
+    @lasting()
     def graph_of(self, count: int, now: bool = False) -> _PromptGraph | None:
         """For prompts of `count` tokens without padding; now: do not wait until a length comes again."""
         size = -(-count // GRAPH_STEP) * GRAPH_STEP

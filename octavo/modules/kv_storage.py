@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -13,6 +15,13 @@ from octavo.ops.attention import TOKEN_HEAD, CachedKV, append
 
 Granularity = Literal["tensor", "token-head", "16bit"]
 STEP = 256  # tokens by which a buffer grows
+
+
+@contextmanager
+def lasting() -> Iterator[None]:
+    """Tensors made inside can be written to outside torch.inference_mode, too, even if that is on now."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 @dataclass
@@ -82,7 +91,8 @@ class KVStorage:
             return
         kv, rows = self.kv, rows.to(self.kv.keys.device)
         names = ("keys", "values") + (("k_scale", "v_scale") if kv.kind == TOKEN_HEAD else ())
-        self.kv = replace(kv, **{name: getattr(kv, name).index_select(0, rows) for name in names})
+        with lasting():
+            self.kv = replace(kv, **{name: getattr(kv, name).index_select(0, rows) for name in names})
 
     def reset(self) -> None:
         """Nothing is in it; a buffer made once stays."""
@@ -131,6 +141,7 @@ class KVStorage:
         if not self.capacity and self.kv.keys.shape[2] > self._size(self.window) + STEP:
             self._move(self.kv.keys, self.kv.values, self._size(self.kept))
 
+    @lasting()
     def allocate(self, k: torch.Tensor, v: torch.Tensor, room: int) -> CachedKV:
         """An empty buffer for keys and values like k and v [B, H, ..., D]."""
         sixteen_bit = self.granularity == "16bit"

@@ -6,6 +6,7 @@ import torch
 from octavo.base.errors import ConfigError, MismatchError, RefusedError, ShapeError, UnsupportedError
 from octavo.integrations.decode_inputs import is_padded
 from octavo.integrations.decoding import Decoder
+from octavo.integrations.float8_cache import Float8Cache
 from tests.integrations.test_decoding import opened
 from tests.integrations.test_float8_cache import PADDED, PROMPTS, generated
 
@@ -71,3 +72,18 @@ def test_more_logits_than_embeddings(tiny_llama):
     model.lm_head = torch.nn.Linear(64, 300, bias=False)
     with pytest.raises(UnsupportedError, match="logits of 300 tokens, embeddings of 264"):
         Decoder(model, capacity=40)
+
+
+def test_in_and_out_of_inference_mode(tiny_llama):
+    """What was made in it is written to outside: buffers of a decoder, a cache made once and one that beams reorder."""
+    model = opened(tiny_llama)
+    decoder, cache, grows = Decoder(model, capacity=40), Float8Cache(model, capacity=40), Float8Cache(model)
+    for inside in (True, False):
+        with torch.inference_mode(inside):
+            found = generated(model, custom_generate=decoder)
+            assert torch.equal(generated(model, cache), found)
+            if inside:
+                grows.update(*torch.randn(2, 2, 2, 5, 16), 0)
+                grows.reorder_cache(torch.tensor([1, 0]))
+            cache.reset()
+    assert grows.update(*torch.ones(2, 2, 2, 1, 16), 0)[0].shape == (2, 2, 6, 16)
