@@ -103,9 +103,20 @@ def run(build, folder, every=2, stop=None, **more):
     return losses.found, point, trainer
 
 
-@pytest.mark.parametrize("kind", ["trainer-full", "trainer-lora", "sft-packed"])
-def test_resumed_losses_are_the_same(tiny_llama, tiny_tokenizer, tmp_path, kind):
-    """Three epochs of three steps, evaluation between (its loader draws random numbers), dropout, shuffling."""
+@pytest.mark.parametrize(
+    ("kind", "stops"),
+    [
+        ("trainer-full", [(6, True), (6, False), (5, True)]),
+        ("trainer-lora", [(5, True)]),
+        ("sft-packed", [(6, True), (5, False)]),
+    ],
+    ids=["trainer-full", "trainer-lora", "sft-packed"],
+)
+def test_resumed_losses_are_the_same(tiny_llama, tiny_tokenizer, tmp_path, kind, stops):
+    """Three epochs of three steps, evaluation between (its loader draws random numbers), dropout, shuffling.
+
+    stops: (step, killed or asked to), at the end of an epoch and in the middle of one.
+    """
 
     def build(callbacks):
         if kind == "sft-packed":
@@ -127,7 +138,7 @@ def test_resumed_losses_are_the_same(tiny_llama, tiny_tokenizer, tmp_path, kind)
         )
 
     straight, _, _ = run(build, tmp_path / "straight", every=0)
-    for step, kill in ((6, True), (6, False), (5, True)):  # the end of an epoch, and the middle of one
+    for step, kill in stops:
         folder = tmp_path / f"{step}-{kill}"
         first, _, _ = run(build, folder, every=1, stop=Stop(step, kill))
         second, point, _ = run(build, folder, every=1)

@@ -89,5 +89,5 @@ def test_the_demo_model_scores_neither_nothing_nor_all(demo_model):
     model = load_base(demo_model, None, device="cpu", dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(demo_model)
     for name in BUNDLED:
-        right = right_answers(partial(logits, model), tokenizer, make_task(name, 30), name)
-        assert 3 <= sum(right) <= 27, (name, sum(right))
+        right = right_answers(partial(logits, model), tokenizer, make_task(name, 6), name)
+        assert 1 <= sum(right) <= 5, (name, sum(right))

@@ -234,15 +234,3 @@ def test_a_run_folder_is_refused(data, tmp_path):
     (tmp_path / "config.yaml").write_text("model: demo\n")
     with pytest.raises(ConfigError, match="run folder"):
         run(tmp_path, data, tmp_path / "scales.json")
-
-
-@pytest.mark.slow
-def test_the_demo_model(demo_model, tmp_path):
-    report, scales = run(demo_model, "demo", tmp_path / "scales.json", samples=4, context=256)
-    assert report.modules == 210 and report.kv_layers == 30
-    # measured independently on 4,096 calibration tokens: K 10.8 to 22.0, V 0.6 to 16.7, down_proj of 11 up to 3004
-    assert 5 < min(kv.k_amax for kv in scales.kv.values()) < max(kv.k_amax for kv in scales.kv.values()) < 25
-    assert max(kv.v_amax for kv in scales.kv.values()) < 20
-    largest = max(scales.modules, key=lambda name: scales.modules[name].input_amax)
-    assert largest == "model.layers.11.mlp.down_proj" and scales.modules[largest].input_amax > 1000
-    assert all(30 < m.weight_sqnr_db["channel"] < 33 for m in scales.modules.values())

@@ -260,13 +260,13 @@ def test_bad_input(tiny_llama, data, tmp_path):
 
 @pytest.mark.slow
 def test_plain_rounding_of_the_demo_model(demo_model):
-    """The 12,288-token figures, here over 4 of the 24 windows.
+    """The 12,288-token figures, here over 2 of the 24 windows.
 
-    benchmarks/quality.py: KL 0.01759 with a standard deviation of 0.0023 between windows, 4 standard errors of 4
-    windows are 0.0046; same first token 0.9296, 0.016 between windows, so 0.033. The perplexity of single windows
+    benchmarks/quality.py: KL 0.01759 with a standard deviation of 0.0023 between windows, 4 standard errors of 2
+    windows are 0.0065; same first token 0.9296, 0.016 between windows, so 0.045. The perplexity of single windows
     differs too much to bound.
     """
-    report = run(demo_model, "demo", against=str(demo_model), scheme="channel", tokens=2048, context=512)
-    assert report.kl == pytest.approx(0.0176, abs=0.0046)
-    assert report.top1 == pytest.approx(0.930, abs=0.033)
+    report = run(demo_model, "demo", against=str(demo_model), scheme="channel", tokens=1024, context=512)
+    assert report.kl == pytest.approx(0.0176, abs=0.0065)
+    assert report.top1 == pytest.approx(0.930, abs=0.045)
     assert 4 * report.kl < report.kl_p99 < 6 * report.kl
