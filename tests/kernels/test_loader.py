@@ -118,10 +118,25 @@ ON_HOPPER = [w8a16(plan, 1, 0, 1) for plan in (TermBlock(), TermBlock(splits=2),
 ON_HOPPER += [w8a16(TermBlock(128, tokens, 4, 1), 1, 0, 2) for tokens in (64, 128)]
 
 
+# The source asks for 8.9 and for 9.0: 8.0 and 9.0 take all its branches. What is left to the others is the compiler's.
+OTHERS = [arch for arch in ARCHITECTURES if arch not in ("sm_80", "sm_90a")]
+
+
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_every_kernel_compiles(arch):
-    """Spills, local memory and FP64 are errors in `loader.PTXAS`; so is more than 48 KiB of static shared memory."""
-    for variant in VARIANTS + (ON_HOPPER if arch == "sm_90a" else []):
+    """Spills, local memory and FP64 are errors in `loader.PTXAS`; so is more than 48 KiB of static shared memory.
+
+    For 8.0 and 9.0 every variant, for the others each in turn; soak has every variant for all.
+    """
+    variants = VARIANTS[OTHERS.index(arch) :: len(OTHERS)] if arch in OTHERS else VARIANTS
+    for variant in variants + (ON_HOPPER if arch == "sm_90a" else []):
+        assert loader.compile_variant(variant, arch)[:4] == b"\x7fELF"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("arch", OTHERS)
+def test_every_kernel_compiles_for_the_others(arch):
+    for variant in VARIANTS:
         assert loader.compile_variant(variant, arch)[:4] == b"\x7fELF"
 
 
