@@ -60,27 +60,6 @@ def test_folder_with_something_else_is_refused(tmp_path, capsys, tiny_llama):
     assert [path.name for path in Path(tmp_path).iterdir()] == ["mine.txt"]
 
 
-def training_pass_cpu_seconds(folder):
-    """CPU seconds of one forward and backward pass of the model over 512 tokens in FP32: the median of three."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    tokens = torch.randint(0, 1000, (1, 512), generator=torch.Generator().manual_seed(0))
-    seconds = []
-    for _ in range(3):
-        started = cpu_seconds()
-        model(tokens, labels=tokens).loss.backward()
-        seconds.append(cpu_seconds() - started)
-    return statistics.median(seconds)
-
-
-def passes_of(out, unit):
-    """CPU seconds of all phases in training passes of the plain model on the same machine, which other work or a slower
-    processor hardly changes: `make quickstart` prints the seconds.
-    """
-    phases = json.loads((out / "quickstart.json").read_text())["phases"]
-    print({name: round(phase["cpu_seconds"] / unit, 1) for name, phase in phases.items()})
-    return sum(phase["cpu_seconds"] for phase in phases.values()) / unit
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_the_real_thing_with_less_data(tmp_path, capsys, demo_model, monkeypatch):
@@ -95,7 +74,6 @@ def test_the_real_thing_with_less_data(tmp_path, capsys, demo_model, monkeypatch
     assert 0 < report["fp8_ppl"] / report["bf16_ppl"] - 1 < 0.05
     assert report["finetuned_ppl"] < 0.97 * report["bf16_ppl"]
     assert report["exported_ppl"] == pytest.approx(report["finetuned_ppl"], rel=0.03)
-    assert passes_of(out, training_pass_cpu_seconds(demo_model)) < 75
     scales = Scales.load(out / "scales.json", model=demo_model)
     assert len(scales.modules) == 210 and len(scales.kv) == 30
     # measured independently on 4,096 calibration tokens: K 10.8 to 22.0, V 0.6 to 16.7, down_proj of 11 up to 3004
@@ -106,13 +84,29 @@ def test_the_real_thing_with_less_data(tmp_path, capsys, demo_model, monkeypatch
     assert all(30 < m.weight_sqnr_db["channel"] < 33 for m in scales.modules.values())
 
 
+def training_pass_cpu_seconds(folder):
+    """CPU seconds of one forward and backward pass of the model over 4 x 256 tokens in FP32: the median of five."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokens = torch.randint(0, 1000, (4, 256), generator=torch.Generator().manual_seed(0))
+    seconds = []
+    for _ in range(5):
+        started = cpu_seconds()
+        model(tokens, labels=tokens).loss.backward()
+        seconds.append(cpu_seconds() - started)
+    return statistics.median(seconds)
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(3000)
 def test_the_real_thing(tmp_path, capsys, demo_model):
-    """What the README promises."""
+    """What the README promises. How long it takes is counted in training passes of the plain model on the same machine
+    (CPU seconds of both), which other work and a slower processor hardly change: `make quickstart` prints the seconds.
+    """
+    unit = training_pass_cpu_seconds(demo_model)
     code, report, _ = quickstart(capsys, tmp_path / "out", "demo")
     assert code == 0 and report["verify"] == "ok"
     assert 0 < report["fp8_ppl"] / report["bf16_ppl"] - 1 < 0.05
     assert report["finetuned_ppl"] < 0.9 * report["bf16_ppl"]
     assert report["exported_ppl"] == pytest.approx(report["finetuned_ppl"], rel=0.03)
-    assert passes_of(tmp_path / "out", training_pass_cpu_seconds(demo_model)) < 200  # 82 measured
+    phases = json.loads((tmp_path / "out" / "quickstart.json").read_text())["phases"]
+    assert sum(phase["cpu_seconds"] for phase in phases.values()) < 100 * unit  # 41 measured
