@@ -256,18 +256,18 @@ def nan_comes_out(device: str) -> str:
 
 @check
 def small_steps_move_the_masters(device: str) -> str:
-    """Learning rate 1e-5, 1,000 steps: each below what BF16 could add to the weights, all of them kept by float32."""
+    """Learning rate 1e-5, 250 steps: each below what BF16 could add to the weights, all of them kept by float32."""
     p = projection(48, 32, device, rank=4)
     start = [part.detach().clone() for part in p.adapter]
     optimizer = torch.optim.AdamW(p.adapter, lr=1e-5, weight_decay=0.0)
     x = random((16, 32), device).bfloat16()
-    for _ in range(1000):
+    for _ in range(250):
         (y,) = project(x, [p])
         y.float().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     moved = [(part.detach() - before).abs() for part, before in zip(p.adapter, start, strict=True)]
-    assert all(5e-3 < float(m.median()) < 2e-2 for m in moved), [float(m.median()) for m in moved]
+    assert all(1.25e-3 < float(m.median()) < 5e-3 for m in moved), [float(m.median()) for m in moved]
     lost = [(before.bfloat16() + 1e-5 == before.bfloat16()).float().mean() for before in start]
     assert all(share > 0.9 for share in lost), "BF16 masters would not have moved"
     return f"moved by {float(moved[0].median()):.4f} and {float(moved[1].median()):.4f}"

@@ -72,7 +72,7 @@ def test_the_real_thing_with_less_data(tmp_path, capsys, demo_model, monkeypatch
     code, report, _ = quickstart(capsys, out, "demo")
     assert code == 0 and report["verify"] == "ok"
     assert 0 < report["fp8_ppl"] / report["bf16_ppl"] - 1 < 0.05
-    assert report["finetuned_ppl"] < 0.97 * report["bf16_ppl"]
+    assert report["finetuned_ppl"] < 0.94 * report["bf16_ppl"]  # 0.89 measured
     assert report["exported_ppl"] == pytest.approx(report["finetuned_ppl"], rel=0.03)
     scales = Scales.load(out / "scales.json", model=demo_model)
     assert len(scales.modules) == 210 and len(scales.kv) == 30
