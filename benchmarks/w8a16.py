@@ -51,7 +51,6 @@ from octavo.kernels.plans import (
     TermBlock,
     Terms,
     Tokens,
-    Wide,
     plan_dx,
     term_block,
 )
@@ -72,7 +71,6 @@ SHARED_BYTES = 227 << 10
 ROUNDS = 30
 Product = Callable[[torch.Tensor], torch.Tensor]
 Row = dict[str, object]
-WIDE = (7, 2, 4, 4), (7, 2, 4, 3), (8, 2, 4, 4), (7, 2, 2, 4), (8, 2, 2, 3), (7, 1, 4, 3), (6, 2, 4, 4)
 BEST = 3  # of each kind of plan, in the table of a sweep
 
 
@@ -100,7 +98,6 @@ def many_token_plans(m: int, n: int, k: int) -> list[Plan]:
     found: list[Plan] = [Terms(), Panels(1 << 31)]
     found += [Panels(size) for size in (2048, 8192) if size < n]
     found += term_blocks(m, n, k) if m <= 1024 else []
-    found += [Wide(*tile, splits=s) for tile in WIDE for s in (1, 2, 4, 8)] if 64 < m <= 1024 else []
     shapes = [(2, 4, 4), (2, 8, 4), (2, 8, 7), (2, 8, 8), (1, 8, 8), (2, 16, 4), (2, 16, 7)]
     for (tiles_n, tiles_m, warps), depth in itertools.product(shapes if m <= 512 else [], (3, 4)):
         block = Block(tiles_n, tiles_m, warps, depth)

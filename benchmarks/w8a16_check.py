@@ -24,7 +24,7 @@ from octavo.base.env import env
 from octavo.base.hardware import caps_of
 from octavo.formats.reference import dequantize_ref
 from octavo.kernels.cuda import loader
-from octavo.kernels.plans import Block, Operands, Panels, Plan, Ring, TermBlock, Terms, Wide, takes_terms
+from octavo.kernels.plans import Block, Operands, Panels, Plan, Ring, TermBlock, Terms, takes_terms
 from octavo.ops import w8a16
 from octavo.ops.backends import gpu_of
 from octavo.ops.graphs import capture
@@ -52,9 +52,6 @@ def plans(m: int, dtype: torch.dtype, q: octavo.ScaledTensor) -> list[Plan]:
     block, e4m3, (n, k) = isinstance(q.granularity, PerBlock), q.spec == E4M3, q.shape
     gpu, operands = gpu_of(torch.device(DEVICE)), Operands(dtype == torch.bfloat16, e4m3, 2 if block else 1)
     found: list[Plan] = [plan for plan in FEW_TOKENS if m <= plan.tokens and plan.dynamic_bytes(m, k) <= gpu.shared]
-    for plan in [] if block else (Wide(), Wide(8, 2, 2, 3, splits=3)):
-        if plan.dynamic_bytes(m, k) <= gpu.shared:
-            found.append(plan)
     for plan in MANY_TOKENS:
         registers = isinstance(plan, Block) and plan.tiles_n * plan.tiles_m <= (16 if block else 32)
         if registers or (isinstance(plan, Panels) and e4m3):

@@ -45,8 +45,8 @@ class Operands:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Up to how many tokens the ring, two terms in our kernel, two terms in torch's (where they are possible), tiles
-    and wide tiles are taken; the ring up to 16 where two terms in our kernel are not.
+    """Up to how many tokens the ring, two terms in our kernel, two terms in torch's (where they are possible) and tiles
+    are taken; the ring up to 16 where two terms in our kernel are not.
 
     long: tokens from which the weight is decoded `panel` rows at a time; for dX `panel` columns, if there are over
     twice as many.
@@ -56,7 +56,6 @@ class Tokens:
     term_blocks: int = 0
     terms: int = 0
     tile: int = 128
-    wide: int = 0
     long: int = 2048
     panel: int = 2048
 
@@ -153,45 +152,6 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Wide:
-    """A block of w8a16_wide.cu: warps_n x warps_m warps, each 8 * tiles_n rows of W and 64 tokens, steps of 64 of K.
-
-    splits: parts of K that blocks of their own take.
-    """
-
-    tiles_n: int = 7
-    warps_n: int = 2
-    warps_m: int = 4
-    depth: int = 4
-    splits: int = 1
-
-    source = "w8a16_wide.cu"
-    why = "inputs arranged for the tensor cores, codes decoded for 64 tokens a warp (w8a16_wide.cu)"
-
-    @property
-    def defines(self) -> tuple[tuple[str, int], ...]:
-        return *_defines(self, "tiles_n", "warps_n", "warps_m", "depth"), ("SPLIT", int(self.splits > 1))
-
-    @property
-    def rows(self) -> int:
-        return 8 * self.tiles_n * self.warps_n
-
-    @property
-    def tokens(self) -> int:
-        return 64 * self.warps_m
-
-    @property
-    def threads(self) -> int:
-        return 32 * self.warps_n * self.warps_m
-
-    def dynamic_bytes(self, m: int, k: int) -> int:
-        return self.depth * (2 * self.tokens + self.rows) * 64
-
-    def grid(self, m: int, n: int) -> tuple[int, int, int]:
-        return -(-n // self.rows), -(-m // self.tokens), self.splits
-
-
-@dataclass(frozen=True)
 class Panels:
     """The weight decoded to 16 bit, so many rows (for dX columns) at a time, and torch's product."""
 
@@ -235,7 +195,7 @@ class TermBlock:
         return -(-m // self.tokens), -(-n // self.columns), self.splits
 
 
-Plan = Ring | Block | Wide | TermBlock | Terms | Panels
+Plan = Ring | Block | TermBlock | Terms | Panels
 
 
 def gpu_named(sm: tuple[int, int]) -> Gpu:
@@ -255,8 +215,6 @@ def plan_product(m: int, n: int, k: int, operands: Operands, gpu: Gpu, tokens: T
         return Terms()
     if k % 16 == 0 and m <= tokens.tile:
         return some_tokens(m, n, k, gpu)
-    if k % 16 == 0 and m <= tokens.wide and operands.scales < 2:
-        return some_hundred_tokens(m, n, gpu)
     return Panels(tokens.panel if m >= tokens.long and n > 2 * tokens.panel else n)
 
 
@@ -268,12 +226,12 @@ def plan_dx(m: int, k: int, tokens: Tokens) -> Panels:
 def few_tokens(m: int, n: int, k: int, gpu: Gpu) -> Ring:
     """The first that fits the shared memory: with x in it, unless it is much for the rows a block has, or from L1.
 
-    From L1 a warp takes twice the rows, which read x half as often.
+    With more than 8 tokens from L1 a warp takes twice the rows, which read x half as often.
     """
     groups, much = -(-m // 8), 2 * m * k > 1 << 16 and n < 64 * gpu.multiprocessors
     rings = [Ring(1, groups, 2, 8, depth) for depth in (3, 2)] if groups == 1 else [Ring(1, groups, 1, 8, 4)]
     rings += [Ring(1, groups, 1, 8, depth) for depth in (3, 2)]
-    from_l1 = [Ring(tiles, groups, 1, 8, depth, 0) for tiles in (2, 1) for depth in (3, 2)]
+    from_l1 = [Ring(tiles, groups, 2 if groups == 1 else 1, 8, depth, 0) for tiles in (groups, 1) for depth in (3, 2)]
     return next(ring for ring in [*([] if much else rings), *from_l1] if ring.dynamic_bytes(m, k) <= gpu.shared)
 
 
@@ -283,12 +241,6 @@ def some_tokens(m: int, n: int, k: int, gpu: Gpu) -> Block:
     rows, groups, _ = block.grid(m, n)
     at_once = min(3, gpu.shared // block.dynamic_bytes(m, k)) * gpu.multiprocessors
     return replace(block, splits=min(16, -(-k // 128), max(1, at_once // (rows * groups))))
-
-
-def some_hundred_tokens(m: int, n: int, gpu: Gpu) -> Wide:
-    """The deepest ring there is room for; blocks that share K where rows are few."""
-    block = next(wide for wide in (Wide(depth=depth) for depth in (4, 3, 2)) if wide.dynamic_bytes(m, 0) <= gpu.shared)
-    return replace(block, splits=min(16, max(1, gpu.multiprocessors // prod(block.grid(m, n)))))
 
 
 def term_block(m: int, n: int, k: int, operands: Operands, gpu: Gpu) -> TermBlock:

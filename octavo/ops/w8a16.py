@@ -16,7 +16,7 @@ from octavo.formats.granularity import PerBlock, PerGroup, PerRow, PerTensor
 from octavo.formats.scaled import ScaledTensor
 from octavo.formats.spec import E4M3
 from octavo.kernels.cuda import loader
-from octavo.kernels.plans import Block, Operands, Panels, Plan, Ring, TermBlock, Terms, Wide, plan_dx, plan_product
+from octavo.kernels.plans import Block, Operands, Panels, Plan, Ring, TermBlock, Terms, plan_dx, plan_product
 from octavo.kernels.tiling import row_block
 from octavo.ops import dequant, native
 from octavo.ops.backends import gpu_of, tokens_on
@@ -63,9 +63,6 @@ def product(x: torch.Tensor, w: ScaledTensor, bias: torch.Tensor | None, plan: P
     if isinstance(plan, TermBlock):
         arguments = codes, scale, *_two_terms(x, m, 1), *results, *sizes
         loader.launch(kernel, plan.grid(m, n), plan.threads, arguments, x, True)
-    elif isinstance(plan, Wide):
-        arguments = codes, scale, *_arranged(x, w), *results, *sizes
-        loader.launch(kernel, plan.grid(m, n), plan.threads, arguments, x)
     else:
         loader.launch(
             kernel, plan.grid(m, n), plan.threads, (codes, scale, x, *results, *sizes, np.int64(x.stride(0))), x
@@ -75,7 +72,7 @@ def product(x: torch.Tensor, w: ScaledTensor, bias: torch.Tensor | None, plan: P
     return y
 
 
-def variant(plan: Ring | Block | Wide | TermBlock, dtype: torch.dtype, w: ScaledTensor, m: int) -> loader.Variant:
+def variant(plan: Ring | Block | TermBlock, dtype: torch.dtype, w: ScaledTensor, m: int) -> loader.Variant:
     """The kernel of `plan` for m inputs of this dtype and weights like w."""
     defines = {"X_BF16": int(dtype == torch.bfloat16), "SCALES": _scales(w)}
     if not isinstance(plan, TermBlock):
@@ -159,17 +156,6 @@ def _two_terms(x: torch.Tensor, half: int, finer: int) -> tuple[torch.Tensor, to
     sizes = np.int32(half), np.int32(k), np.int64(x.stride(0))
     loader.launch(loader.Variant("split.cu", defines), (m,), block.threads, (x, codes, scale, *sizes), x, True)
     return codes, scale
-
-
-def _arranged(x: torch.Tensor, w: ScaledTensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [M, K] as w8a16_wide.cu takes it: FP16 [M, a multiple of 64] times powers of two that factors [M] undo."""
-    m, k = x.shape
-    width = -(-k // 64) * 64
-    arranged, factor = x.new_empty((m, width), dtype=torch.float16), torch.empty(m, device=x.device)
-    defines = ("X_BF16", int(x.dtype == torch.bfloat16)), ("E5M2", int(w.spec.name == "e5m2")), ("THREADS", 256)
-    sizes = np.int32(k), np.int32(width), np.int64(x.stride(0))
-    loader.launch(loader.Variant("arrange.cu", defines), (m,), 256, (x, arranged, factor, *sizes), x)
-    return arranged, factor
 
 
 def _sum(parts: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor) -> None:

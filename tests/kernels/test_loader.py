@@ -8,7 +8,7 @@ import torch
 
 from octavo.base.errors import UnsupportedError
 from octavo.kernels.cuda import loader
-from octavo.kernels.plans import Block, Ring, TermBlock, Wide
+from octavo.kernels.plans import Block, Ring, TermBlock
 from octavo.kernels.tiling import gated_block, group_block, row_block
 from octavo.ops.attention import attention_variants
 
@@ -21,13 +21,12 @@ def w8a16(plan, x_bf16, e5m2, scales):
 
 
 PLANS = [Ring(1, 1, 2, 8, 3), Ring(1, 2, 1, 8, 4), Ring(2, 2, 1, 16, 2, staged=0)]
-PLANS += [Block(2, 8, 4, 4, splits=2), Wide()]
+PLANS += [Block(2, 4, 4, 4), Block(2, 8, 4, 4, splits=2)]
 VARIANTS = [w8a16(plan, 1, 0, 2) for plan in PLANS] + [w8a16(plan, 0, 1, 0) for plan in (PLANS[0], PLANS[3])]
 VARIANTS += [
     loader.Variant("w8a16_sum.cu", (("X_BF16", 1), ("PARTS_FLOAT", floats), ("WIDTH", width)))
     for floats, width in ((1, 8), (0, 8), (1, 1))
 ]
-VARIANTS.append(loader.Variant("arrange.cu", (("X_BF16", 1), ("E5M2", 0), ("THREADS", 256))))
 VARIANTS += [
     loader.Variant("split.cu", (("X_BF16", 1), ("FINER", 32), ("THREADS", 512), ("ROUNDS", rounds)))
     for rounds in (4, 8)

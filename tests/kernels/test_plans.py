@@ -11,7 +11,6 @@ from octavo.kernels.plans import (
     TermBlock,
     Terms,
     Tokens,
-    Wide,
     gpu_named,
     plan_dx,
     plan_product,
@@ -34,16 +33,6 @@ def test_every_tile_fits_its_gpu(m, sm):
         else:
             rows, groups, splits = plan.grid(m, n)
             assert rows * plan.rows >= n and groups * plan.tokens >= m and 1 <= splits <= -(-k // 128)
-
-
-@GPUS
-def test_wide_tiles_fit_their_gpu(sm):
-    gpu, tokens = gpu_named(sm), Tokens(wide=256)
-    for n, k in SHAPES:
-        plan = plan_product(200, n, k, Operands(scales=1), gpu, tokens)
-        assert isinstance(plan, Wide) and plan.dynamic_bytes(200, k) <= gpu.shared
-        assert plan.splits == 1 or plan.grid(200, n)[0] * plan.splits <= gpu.multiprocessors
-    assert isinstance(plan_product(200, 4096, 4096, Operands(scales=2), gpu, tokens), Panels)
 
 
 def test_few_rows_share_k_among_blocks():
