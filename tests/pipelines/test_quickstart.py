@@ -61,7 +61,7 @@ def test_folder_with_something_else_is_refused(tmp_path, capsys, tiny_llama):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(3000)
 def test_the_real_thing_with_less_data(tmp_path, capsys, demo_model, monkeypatch):
     """The demo model through all phases, 10 steps of 256 tokens instead of 24 of 512; what calibration writes of it."""
     monkeypatch.setattr(pipeline, "SAMPLES", 2)
