@@ -2,6 +2,7 @@
 
 import dataclasses
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -190,6 +191,19 @@ def test_forced_architecture(monkeypatch):
     monkeypatch.setattr(loader, "env", lambda: dataclasses.replace(real, arch="80"))
     assert loader.architecture((9, 0)) == "compute_80"
     assert not loader.may_overlap((9, 0))  # that code does not wait
+
+
+def test_dynamic_shared_memory_is_always_asked_for(monkeypatch):
+    """48 KiB come without asking, for static and dynamic memory together: 48 of the latter alone are too many."""
+    asked, device = [], torch.device("cuda", 0)
+    monkeypatch.setattr(loader, "load", lambda variant, sm: None)
+    monkeypatch.setattr(loader, "_allow_shared", lambda variant, index: asked.append(variant.shared))
+    monkeypatch.setattr(loader, "_core", lambda: SimpleNamespace(LaunchConfig=dict))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    for shared in (0, 16, 48 << 10):
+        loader._prepared.__wrapped__(loader.Variant("gated.cu", (), shared), (1,), 32, False, device)
+    assert asked == [16, 48 << 10]
 
 
 def test_a_thread_without_a_context_gets_torch_s_own_once(monkeypatch):

@@ -33,7 +33,6 @@ _IMPORTING = Lock()
 _THREAD = local()
 _WANTED: ContextVar[dict[Variant, None] | None] = ContextVar("wanted", default=None)
 SCALARS = {np.int32, np.int64, np.float32}  # of a kernel's arguments; others are addresses
-STATIC_SHARED = 48 << 10  # bytes of shared memory that a block gets without asking
 # A kernel that spills, keeps local arrays or computes in FP64 is a mistake, on any GPU: it does not compile.
 PTXAS = ["--warn-on-spills", "--warn-on-local-memory-usage", "--warn-on-double-precision-use", "-Werror"]
 
@@ -188,7 +187,7 @@ def _prepared(
     """The kernel and how it is launched on `device`, which is the current one. Kept: most launches repeat."""
     sm = torch.cuda.get_device_capability(device)
     kernel = load(variant, sm)
-    if variant.shared > STATIC_SHARED:
+    if variant.shared:  # what a block gets without asking is for static memory too
         _allow_shared(variant, torch.cuda.current_device())
     early: dict[str, Any] = {"programmatic_stream_serialization": True} if overlap and may_overlap(sm) else {}
     return kernel, _core().LaunchConfig(grid=grid, block=threads, shmem_size=variant.shared, **early)
