@@ -41,16 +41,3 @@ struct Words {
 DEVICE Words words(const uint4& v) { return {{v.x, v.y, v.z, v.w}}; }
 DEVICE uint4 vector(const Words& v) { return {v.at[0], v.at[1], v.at[2], v.at[3]}; }
 DEVICE uint4 shared_vector(const void* at) { return *static_cast<const uint4*>(at); }
-
-// BF16 to FP16 by a power of two that brings the largest value of a token below 2**15. The largest exponent, 0 of values
-// that are not finite.
-DEVICE u32 larger_exponent(u32 largest, const Words& w) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        const u32 exponent = w.at[i / 2] >> (i % 2 * 16 + 7) & 0xFFu;
-        largest = exponent != 255 && exponent > largest ? exponent : largest;
-    }
-    return largest;
-}
-DEVICE int power_to_fp16(u32 largest) { return largest < 15 ? 126 : 141 - int(largest); }
-DEVICE float power_of_two(int exponent) { return float_of_bits(u32(exponent + 127) << 23); }

@@ -36,6 +36,19 @@ DEVICE void copy_tokens(u16* staged, const u16* x, int M, int K, int width, int 
     end_of_copies();
 }
 
+// BF16 to FP16 by a power of two that brings the largest value of a token below 2**15. The largest exponent, 0 of values
+// that are not finite.
+DEVICE u32 larger_exponent(u32 largest, const Words& w) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const u32 exponent = w.at[i / 2] >> (i % 2 * 16 + 7) & 0xFFu;
+        largest = exponent != 255 && exponent > largest ? exponent : largest;
+    }
+    return largest;
+}
+DEVICE int power_to_fp16(u32 largest) { return largest < 15 ? 126 : 141 - int(largest); }
+DEVICE float power_of_two(int exponent) { return float_of_bits(u32(exponent + 127) << 23); }
+
 // BF16 to FP16 in place, each thread what it copied, in the order of decode(). factor[token] undoes what a token was
 // multiplied with.
 DEVICE void convert_tokens(u16* staged, float* factor, u32 (*exponents)[THREADS / 32], int M, int width, int pitch) {
