@@ -25,7 +25,7 @@ Hidden = list[torch.Tensor]  # [1, T, hidden] of each sample, in host memory
 Forward = Callable[..., Any]
 SEED = 0  # of the tokens drawn for the Fisher weights
 HEAD_TOKENS = 128
-# For one conversion every so manieth sample is weighed, by a backward pass; tokens of the others count as the mean.
+# For one conversion one sample of so many is weighed, by a backward pass; tokens of the others count as the mean.
 WEIGHED = 4
 
 
@@ -67,7 +67,7 @@ class BlockWalk:
         """Blocks from last to first: `visit(groups, seen)` is given the moments of each, weighted. These and the
         weights of the block are on the device, so that it can round there.
 
-        every: so manieth sample is weighed, tokens of the others count as the mean of their group.
+        every: one sample of so many is weighed, tokens of the others count as the mean of their group.
         advance: called with samples, out of 2 x blocks x samples.
         """
         sums = MomentSums(key for groups in self.groups.values() for key in groups)
@@ -155,7 +155,7 @@ class BlockWalk:
                 decoder(self.model)(input_ids=sample[None].to(self.device), use_cache=False)
 
     def _head_gradients(self, hidden: Hidden, every: int) -> dict[int, torch.Tensor]:
-        """hidden: after the last block -> of every so manieth sample, gradients there of a drawn token's negative
+        """hidden: after the last block -> of one sample of `every`, gradients there of a drawn token's negative
         log-likelihood."""
         generator = torch.Generator().manual_seed(SEED)
         gradients = {}

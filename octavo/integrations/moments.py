@@ -119,7 +119,7 @@ def gather_moments(
 ) -> Moments:
     """Run samples, int64 [T] each, through a model in 16 bit and write the moments folder `out`.
 
-    weighting: `none`, or `fisher`, which costs a backward pass over every so manieth sample and buys a third of the
+    weighting: `none`, or `fisher`, which costs a backward pass over one sample of `every` and buys a third of the
     divergence; tokens of the other samples count as the mean.
     memory: bytes of matrices held at once. device: go block by block, each on this device while it works; None: where
     the model is, and as a whole if its matrices fit. sequential: block by block, and each block is given what the
@@ -256,8 +256,8 @@ def fisher_moments(
     advance: Advance,
     every: int = WEIGHED,
 ) -> MomentSums:
-    """Second moments of one batch of groups, weighted: one forward and backward pass for AT_ONCE tokens of every so
-    manieth sample. Tokens of the others count as their group's mean.
+    """Second moments of one batch of groups, weighted: one forward and backward pass for AT_ONCE tokens of one
+    sample of `every`. Tokens of the others count as their group's mean.
 
     Where experts would mix their tokens, one sample at a time. No parameter gets a gradient. CheckpointError if an
     input or a gradient held NaN or Inf.
