@@ -59,7 +59,7 @@ def mse_scale(
     importance: torch.Tensor | None = None,
     every: int = 1,
 ) -> torch.Tensor:
-    """Per tile, the scale among one of so many (`every`) CANDIDATES * absmax scale with the least squared error.
+    """Per tile, the scale with the least squared error among CANDIDATES * absmax scale; one in `every` is tried.
 
     importance: float32 [K], of the columns' errors; with the mean squares of a layer's inputs it is the error of the
     layer's outputs, correlations aside. Never worse than absmax. Inf and NaN carry no weight.
