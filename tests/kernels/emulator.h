@@ -21,7 +21,7 @@ const int MAX_THREADS = 1024, STACK = 128 << 10;
 struct Barrier { int need, arrived; uint64_t generation; };
 struct Fiber { ucontext_t context; bool done; };
 static Fiber fibers[MAX_THREADS];
-static char* stacks = static_cast<char*>(malloc(size_t(MAX_THREADS) * STACK));
+static char* stacks;
 static ucontext_t scheduler;
 static bool progress;  // since the last round some thread ended or passed a barrier
 static Barrier block_barrier, warp_barriers[MAX_THREADS / 32];
@@ -75,13 +75,17 @@ static int launch(dim3 grid, int threads, Kernel body) {
     kernel = &body;
     call = [](void* self) { (*static_cast<Kernel*>(self))(); };
     gridDim = grid;
+    // For this launch alone: every kernel is a library of its own, and hundreds of them stay loaded.
+    stacks = static_cast<char*>(malloc(size_t(threads) * STACK));
+    int deadlock = 0;
     for (int z = 0; z < grid.z; ++z)
         for (int y = 0; y < grid.y; ++y)
-            for (int x = 0; x < grid.x; ++x) {
+            for (int x = 0; x < grid.x && !deadlock; ++x) {
                 blockIdx.x = x; blockIdx.y = y; blockIdx.z = z;
-                if (run_block(threads)) return 1;
+                deadlock = run_block(threads);
             }
-    return 0;
+    free(stacks);
+    return deadlock;
 }
 
 struct Exchange { uint32_t a[32][4], b[32][2]; float value[32]; const uint16_t* rows[32]; };
