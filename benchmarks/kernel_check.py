@@ -22,7 +22,7 @@ from octavo import PerBlock, PerGroup, PerRow, PerTensor, Rule
 from octavo.formats.reference import dequantize_ref, quantize_ref
 from octavo.formats.rounding import EagerColumns
 from octavo.modules.kv_storage import Granularity, KVStorage
-from octavo.ops import adapter_columns, adapter_gradients, attention, columns, decode, fused, groups, native
+from octavo.ops import adapter_columns, adapter_gradients, attention, columns, decode, dropout, fused, groups, native
 from octavo.testing import assert_sqnr
 from octavo.workflows.measures import kv
 
@@ -127,7 +127,7 @@ def rows(device: str) -> str:
 
 
 def adapters(device: str) -> str:
-    """downs.cu, ups.cu, append.cu, over_tokens.cu, per token and per group; low_gradients.cu and sum_parts.cu."""
+    """downs.cu, ups.cu, append.cu, over_tokens.cu, per token and per group; low_gradients.cu, sum_parts.cu; dropout."""
     worst = 999.0
     for granularity in (PerRow(), PerBlock(128, 128)):
         m, n, k, rank = 36, 128, 512, 16
@@ -137,6 +137,10 @@ def adapters(device: str) -> str:
         worst = min(worst, both(partial(_with_adapter, x, q, a, b)))
         dy, low = (torch.randn(m, size, device=device, dtype=x.dtype) for size in (n, rank))
         worst = min(worst, both(partial(_gradients, dy, low, b)))
+    some = dropout.Dropout(2**61 + 7, 3277)
+    left = torch.where(dropout.kept(n, k, some, q.codes.device), q.codes, 0)
+    assert torch.equal(dropout.dropped_codes(q, some).codes, left)
+    worst = min(worst, both(partial(_kept_added, dy, low, b.to(dy.dtype).mT, some)))
     return f"worst {worst:.1f} dB"
 
 
@@ -151,6 +155,12 @@ def _with_adapter(x: torch.Tensor, q: octavo.ScaledTensor, a: torch.Tensor, b: t
 def _gradients(dy: torch.Tensor, low: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
     into = torch.empty_like(low)
     return [adapter_gradients.over_output(dy, low, b, into), into]
+
+
+def _kept_added(y: torch.Tensor, low: torch.Tensor, a: torch.Tensor, some: dropout.Dropout) -> torch.Tensor:
+    y = y.clone()
+    dropout.add_kept(y, low, a, some)
+    return y
 
 
 def column_loop(device: str) -> str:

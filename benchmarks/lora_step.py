@@ -70,11 +70,13 @@ class Variant:
     compiled: bool = False
     wide_adapters: bool = True
     autocast: bool = True
+    dropout: float = 0.0
 
     def __str__(self) -> str:
         parts = [self.base, f"{self.micro}x{SEQUENCE}"]
         names = ("checkpointing", "selective", "liger", "fused", "compiled", "wide_adapters", "autocast")
         parts += [name for name in names if getattr(self, name)]
+        parts += [f"dropout {self.dropout:g}"] if self.dropout else []
         return " ".join(parts + ([f"every {self.checkpointing}"] if self.checkpointing > 1 else []))
 
 
@@ -87,6 +89,8 @@ VARIANTS = {
     "fused-1": Variant("channel", 1, fused=True),
     "fused-2": Variant("channel", 2, fused=True),
     "fused-4": Variant("channel", 4, fused=True),
+    "fused-dropout": Variant("channel", 4, fused=True, dropout=0.05),
+    "one-by-one-dropout": Variant("channel", 2, dropout=0.05),
     "fused-half": Variant("channel", 4, fused=True, checkpointing=2),
     "fused-selective": Variant("channel", 4, fused=True, checkpointing=1, selective=True),
     "fused-full": Variant("channel", 4, fused=True, checkpointing=1),
@@ -114,7 +118,7 @@ def build(variant: Variant, shape: str, layers: int | None, attention: str) -> n
 
         plain = variant.compiled or variant.fused  # compiled layers and ours bring their own norms and activations
         apply_liger_kernel_to_llama(model=model, swiglu=not plain, rms_norm=not plain)
-    lora = LoraConfig(r=16, lora_alpha=32, target_modules=TARGETS, task_type="CAUSAL_LM")
+    lora = LoraConfig(r=16, lora_alpha=32, lora_dropout=variant.dropout, target_modules=TARGETS, task_type="CAUSAL_LM")
     if variant.base == "bf16":
         model = plain_peft(model, lora, autocast_adapter_dtype=variant.wide_adapters)
     else:

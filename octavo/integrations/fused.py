@@ -1,7 +1,7 @@
 """Decoder layers of Transformers on the fused FP8 path: norm + QKV, O, norm + MLP, with PEFT's LoRA or without.
 
 Modules, names and state_dict stay what they are; only `forward` is bound, before a step of training (`drop_in`), and
-each call asks again whether it can be fused: on a CPU, under torch.compile, with dropout or adapters merged or mixed,
+each call asks again whether it can be fused: on a CPU, under torch.compile, with adapters merged or mixed,
 the layers run one by one as before.
 """
 
@@ -26,6 +26,7 @@ from octavo.integrations.layers import Layout, layers_of
 from octavo.integrations.seen import Seen
 from octavo.modules.frozen import FrozenFloat8Linear
 from octavo.ops.backends import BACKENDS, Problem
+from octavo.ops.dropout import exact_rate
 from octavo.ops.fused import codes_suffice
 from octavo.ops.lora import Norm, Projection, gated_mlp, project
 
@@ -316,8 +317,9 @@ def projections_of(
         if not run:
             return None
         found.append(projection)
-    by_blocks = [isinstance(projection.weight.granularity, PerBlock) for projection in found]
-    return found if len(set(by_blocks)) < 2 else None
+    by_blocks = {isinstance(projection.weight.granularity, PerBlock) for projection in found}
+    rates = {projection.dropout for projection in found if projection.a is not None}
+    return found if len(by_blocks) < 2 and len(rates) < 2 else None
 
 
 def projection_of(layer: nn.Module) -> Projection | None:
@@ -345,12 +347,13 @@ def projection_of(layer: nn.Module) -> Projection | None:
     if len(names) > 1 or layer.lora_bias[names[0]] or names[0] in layer.lora_variant:
         return None
     dropout = layer.lora_dropout[names[0]]
-    if layer.training and not isinstance(dropout, nn.Identity) and dropout.p > 0:
+    rate = exact_rate(dropout.p) if layer.training and not isinstance(dropout, nn.Identity) else 0.0
+    if rate == 1.0:  # nothing of the adapter is left
         return None
     a, b = layer.lora_A[names[0]].weight, layer.lora_B[names[0]].weight
     if isinstance(a, DTensor) or isinstance(b, DTensor):
         return None
-    return Projection(plain.weight, plain.bias, a, b, layer.scaling[names[0]])
+    return Projection(plain.weight, plain.bias, a, b, layer.scaling[names[0]], rate)
 
 
 def _frozen(parameter: torch.Tensor | None) -> bool:

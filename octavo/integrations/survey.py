@@ -82,8 +82,6 @@ def _why_not(layer: nn.Module, gpu: HardwareCaps | None) -> str | None:
     for op in ops:
         if reason := refused(base, op, granularity, base.activation, gpu):
             return reason
-    if isinstance(layer, LoraLinear) and any(getattr(d, "p", 0.0) > 0 for d in layer.lora_dropout.values()):
-        return "dropout on the inputs of adapters"
     if isinstance(layer, LoraLinear) and len(layer.active_adapters) > 1:
         return "several adapters at once"
     return None if projection_of(layer) is not None else f"adapters or hooks of {type(layer).__name__}"

@@ -91,21 +91,24 @@ def encode_downs(adapters: Sequence[torch.Tensor], scalings: Sequence[float]) ->
     return Downs(codes, unit)
 
 
-def append_products(q: ScaledTensor, downs: Downs, dtype: torch.dtype) -> tuple[ScaledTensor, torch.Tensor]:
+def append_products(
+    q: ScaledTensor, downs: Downs, dtype: torch.dtype, seen: ScaledTensor | None = None
+) -> tuple[ScaledTensor, torch.Tensor]:
     """q [M, K] with room behind its rows -> [q | u] [M, K + room], and scaling * q A^T [M, R] of `dtype`.
 
+    seen: what dropout leaves of q for A, its scales the same.
     The codes and scales of q are those of the result: where a token's scale grows, they change. A token with NaN or Inf
     has scales of NaN, so that whatever is made of its codes is NaN too.
     """
-    count = -(-2 * downs.rank // STEP) * STEP
+    count, seen = -(-2 * downs.rank // STEP) * STEP, seen or q
     if isinstance(q.granularity, PerGroup):
         a = downs.codes[:count]
         unscaled = torch.ones(groups.BLOCK.scale_shape(tuple(a.shape)), device=a.device)
-        sums = groups.product(q, ScaledTensor(a, unscaled, E4M3, groups.BLOCK), torch.bfloat16)
+        sums = groups.product(seen, ScaledTensor(a, unscaled, E4M3, groups.BLOCK), torch.bfloat16)
     else:  # the sums of codes as they are, in long sums: this product is bound by reading q
         one, whole = _one(q.codes.device), F.ScalingType.TensorWise
         a = downs.codes[:count].view(E4M3.dtype)
-        sums = F.scaled_mm(q.as_float8(), a.mT, one, whole, one, whole, output_dtype=torch.bfloat16)
+        sums = F.scaled_mm(seen.as_float8(), a.mT, one, whole, one, whole, output_dtype=torch.bfloat16)
     low = torch.empty((q.shape[0], downs.rank), dtype=torch.bfloat16, device=sums.device)
     return _append(q, sums, downs, low), low.to(dtype)
 

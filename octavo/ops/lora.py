@@ -5,6 +5,7 @@ dX as one product over the outputs of all: scales of W's rows, which lie on the 
 the quantization of dY, and what is left of W is its bytes, transposed. Adapters multiply in the dtype of x from
 masters of any dtype; forward and backward see the same dequantized input. An RMSNorm before the group is part of it:
 its output is never written. The adapters' second products are columns of the FP8 products (octavo.ops.adapter_columns).
+Dropout on the adapters' input takes codes of it (octavo.ops.dropout).
 
 Weights are E4M3 per row or tensor with inputs quantized per token, or per 128 x 128 block with inputs per group of 128;
 one kind in a group. Shapes: x [..., K], W [N, K], A [r, K], B [N, r].
@@ -13,7 +14,7 @@ one kind in a group. Shapes: x [..., K], W [N, K], A [r, K], B [N, r].
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -21,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from octavo.formats.scaled import ScaledTensor
 from octavo.ops import adapter_columns, adapter_gradients, fused, groups, native
+from octavo.ops.dropout import Dropout, add_kept, dropped_codes
 from octavo.ops.projections import (
     Norm,
     Operand,
@@ -28,6 +30,7 @@ from octavo.ops.projections import (
     adapters_of,
     by_blocks,
     downs_of,
+    dropout_of,
     kept_input,
     kept_operand,
     operand_of,
@@ -36,6 +39,7 @@ from octavo.ops.projections import (
     quantize_sum,
     rank_of,
     room_of,
+    room_of_gradients,
     row_scales,
     steps_of,
 )
@@ -58,7 +62,7 @@ def project(
     gradient is added where the others' meet: for a residual.
     """
     adapters = [part for projection in projections for part in projection.adapter]
-    settings = norm, tuple(projections), x_stays, pass_on
+    settings = norm, tuple(projections), dropout_of(projections), x_stays, pass_on
     outputs: tuple[torch.Tensor, ...] = _Project.apply(x, *settings, *adapters)  # type: ignore[no-untyped-call]
     return outputs
 
@@ -80,7 +84,8 @@ def gated_mlp(
     """
     adapters = [part for projection in (gate, up, down) for part in projection.adapter]
     left: list[_Left] = []
-    settings = norm, (gate, up, down), activation, residual, left
+    dropouts = dropout_of((gate, up)), dropout_of((down,))
+    settings = norm, (gate, up, down), dropouts, activation, residual, left
     stand_in = _GatedMlp.apply(x, delta, *settings, *adapters)  # type: ignore[no-untyped-call]
     y: torch.Tensor = _LastProduct.apply(stand_in, left.pop())  # type: ignore[no-untyped-call]
     return y
@@ -93,15 +98,16 @@ class _Project(torch.autograd.Function):
         x: torch.Tensor,
         norm: Norm | None,
         projections: tuple[Projection, ...],
+        dropout: Dropout | None,
         x_stays: bool,
         pass_on: bool,
         *adapters: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         flat = _matrix(x)
         q, rstd = quantize_input(flat, norm, projections, room_of(flat.shape[1], projections))
-        operand = operand_of(q, projections, x.dtype)
+        operand = operand_of(q, projections, x.dtype, dropout)
         outputs = products_of(operand, projections, x.dtype)
-        ctx.norm, ctx.projections, ctx.shape, ctx.dtype = norm, projections, x.shape, x.dtype
+        ctx.norm, ctx.projections, ctx.shape, ctx.dtype, ctx.dropout = norm, projections, x.shape, x.dtype, dropout
         kept = (None, None) if x_stays else (q.codes, q.scale)
         x_kept = flat if x_stays or _needs_x(norm, projections) else None
         ctx.save_for_backward(x_kept, rstd, *kept, *operand.kept, *adapters)
@@ -119,10 +125,10 @@ class _Project(torch.autograd.Function):
             q = quantize_input(x, ctx.norm, projections, 0)[0]
         else:
             q = kept_input(codes, scale, projections)
-        steps = _Backward(projections, flat, kept_operand(q, low, a_codes, a_unit), ctx.dtype)
+        steps = _Backward(projections, flat, kept_operand(q, low, a_codes, a_unit), ctx.dtype, ctx.dropout)
         dx = steps.input_gradient() if ctx.needs_input_grad[0] else None
         dx = _through_norm(dx, x, q, ctx.norm, rstd, ctx.shape, residual)
-        return dx, None, None, None, None, *steps.adapter_gradients(ctx.needs_input_grad[5:])
+        return dx, *[None] * 5, *steps.adapter_gradients(ctx.needs_input_grad[6:])
 
 
 @dataclass(frozen=True)
@@ -144,6 +150,7 @@ class _GatedMlp(torch.autograd.Function):
         delta: torch.Tensor | None,
         norm: Norm | None,
         projections: tuple[Projection, Projection, Projection],
+        dropouts: tuple[Dropout | None, Dropout | None],
         activation: str,
         residual: bool,
         left: list[_Left],
@@ -155,13 +162,13 @@ class _GatedMlp(torch.autograd.Function):
             q, rstd = quantize_input(flat, norm, (gate, up), room)
         else:
             flat, (q, rstd) = quantize_sum(flat, _matrix(delta), norm, (gate, up), room)
-        first = operand_of(q, (gate, up), x.dtype)
+        first = operand_of(q, (gate, up), x.dtype, dropouts[0])
         gated, upper = products_of(first, (gate, up), x.dtype)
         h, *kept = steps_of((gate,)).gated(gated, upper, activation, spare=room_of(gated.shape[1], (down,)))
         del gated, upper
-        last = operand_of(h, (down,), x.dtype)
+        last = operand_of(h, (down,), x.dtype, dropouts[1])
         left.append(_Left(last, down, flat if residual else None))
-        ctx.norm, ctx.projections, ctx.activation = norm, projections, activation
+        ctx.norm, ctx.projections, ctx.dropouts, ctx.activation = norm, projections, dropouts, activation
         ctx.shape, ctx.dtype, ctx.residual = x.shape, x.dtype, residual
         quantized = [part for value in (q, h, *kept) for part in (value.codes, value.scale)]
         quantized += [*first.kept, *last.kept]
@@ -175,20 +182,20 @@ class _GatedMlp(torch.autograd.Function):
         q, h, gate, up = (kept_input(rest[i], rest[i + 1], ctx.projections) for i in (0, 2, 4, 6))
         kept, kept_down, adapters = rest[8:11], rest[11:14], rest[14:]
         *inner, down = _with_adapters(ctx.projections, adapters)
-        needs, dy = ctx.needs_input_grad[7:], _matrix(grad)
+        (dropout, dropout_down), needs, dy = ctx.dropouts, ctx.needs_input_grad[8:], _matrix(grad)
         # What is as wide as the MLP lives as briefly as it can: this is where memory peaks.
-        last = _Backward([down], [dy], kept_operand(h, *kept_down), ctx.dtype)
+        last = _Backward([down], [dy], kept_operand(h, *kept_down), ctx.dtype, dropout_down)
         of_down = last.adapter_gradients(needs[4:])
-        dh, columns, room = last.input_gradient(), row_scales(inner), room_of(2 * h.shape[1], inner)
+        dh, columns, room = last.input_gradient(), row_scales(inner), room_of_gradients(2 * h.shape[1], inner)
         backward = steps_of(inner).gated_backward
         dgate, dup, quantized = backward(dh, gate, up, columns, ctx.activation, spare=room, reuse=True)
-        first = _Backward(inner, [dgate, dup], kept_operand(q, *kept), ctx.dtype, quantized)
+        first = _Backward(inner, [dgate, dup], kept_operand(q, *kept), ctx.dtype, dropout, quantized)
         del dh, dgate, dup, quantized
         dx = first.input_gradient() if any(ctx.needs_input_grad[:2]) else None
         dx = _through_norm(dx, x, q, ctx.norm, rstd, ctx.shape, dy if ctx.residual else None)
         return (
             *(dx if needed else None for needed in ctx.needs_input_grad[:2]),
-            *[None] * 5,
+            *[None] * 6,
             *first.adapter_gradients(needs[:4]),
             *of_down,
         )
@@ -222,10 +229,11 @@ class _Backward:
         grads: Sequence[torch.Tensor],
         operand: Operand,
         dtype: torch.dtype,
+        dropout: Dropout | None,
         quantized: ScaledTensor | None = None,
     ) -> None:
         self.projections, self.grads, self.operand, self.dtype = projections, grads, operand, dtype
-        self.quantized = quantized
+        self.dropout, self.quantized = dropout, quantized
         self.adapters = adapters_of(projections)
         self.low_gradient = grads[0].new_empty(grads[0].shape[0], rank_of(projections))  # of x A^T
         self.of_b = [
@@ -241,7 +249,7 @@ class _Backward:
     def input_gradient(self) -> torch.Tensor:
         quantized, self.quantized = self.quantized, None
         codes = [p.weight.codes for p in self.projections]
-        room = room_of(sum([part.shape[0] for part in codes]), self.projections)
+        room = room_of_gradients(sum([part.shape[0] for part in codes]), self.projections)
         if quantized is None:
             columns = row_scales(self.projections)
             quantized = steps_of(self.projections).quantize_tokens(*self.grads, columns=columns, spare=room)[0]
@@ -251,18 +259,23 @@ class _Backward:
             codes.append(downs.codes)
         if by_blocks(self.projections):
             weight = groups.transposed(codes, [p.weight.scale for p in self.projections])
-            return groups.product(quantized, weight, self.dtype)
-        dx = native.product_with_codes(quantized, fused.transposed(*codes), self.dtype)
+            dx = groups.product(quantized, weight, self.dtype)
+        else:
+            dx = native.product_with_codes(quantized, fused.transposed(*codes), self.dtype)
         if self.adapters and not room:  # one pass over dx for all of them
-            scaled = [adapter.a.to(self.dtype) * adapter.scaling for adapter in self.adapters]
-            dx.addmm_(self.low_gradient, torch.cat(scaled))
+            scaled = torch.cat([adapter.a.to(self.dtype) * adapter.scaling for adapter in self.adapters])
+            if self.dropout is None:
+                dx.addmm_(self.low_gradient, scaled)
+            else:
+                add_kept(dx, self.low_gradient, scaled, self.dropout)
         return dx
 
     def adapter_gradients(self, needed: Sequence[bool]) -> list[torch.Tensor | None]:
         found: list[torch.Tensor | None] = [None] * len(needed)
         if not self.adapters or not any(needed):
             return found
-        parts = adapter_gradients.over_tokens(self.low_gradient, self.operand.q)  # one pass over x for all of them
+        seen = self.operand.q if self.dropout is None else dropped_codes(self.operand.q, self.dropout)
+        parts = adapter_gradients.over_tokens(self.low_gradient, seen)  # one pass over x for all of them
         first = self.adapters[0].scaling or 1.0  # of all, as a rule
         together = adapter_gradients.add_parts(parts, parts.shape[2], first)
         for adapter, db in zip(self.adapters, self.of_b, strict=True):
@@ -300,7 +313,7 @@ def _through_norm(
 def _with_adapters(projections: Sequence[Projection], adapters: Sequence[torch.Tensor | None]) -> list[Projection]:
     """The projections with the adapters that autograd kept, which it checks for changes in place."""
     pairs = zip(adapters[::2], adapters[1::2], strict=True)
-    return [Projection(p.weight, p.bias, a, b, p.scaling) for p, (a, b) in zip(projections, pairs, strict=True)]
+    return [replace(p, a=a, b=b) for p, (a, b) in zip(projections, pairs, strict=True)]
 
 
 def _matrix(x: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch
 from octavo.formats.granularity import PerBlock, PerRow
 from octavo.formats.scaled import ScaledTensor
 from octavo.ops import adapter_columns, fused, groups, native
+from octavo.ops.dropout import Dropout, draw, dropped_codes
 
 _PER_TOKEN = PerRow()
 _Input = tuple[ScaledTensor, torch.Tensor | None]  # quantized; the inverse of the norm's root mean square
@@ -18,13 +19,17 @@ _Input = tuple[ScaledTensor, torch.Tensor | None]  # quantized; the inverse of t
 
 @dataclass(frozen=True)
 class Projection:
-    """y = x W^T + bias + scaling * (x A^T) B^T. Without a and b: the frozen layer alone."""
+    """y = x W^T + bias + scaling * (d(x) A^T) B^T. Without a and b: the frozen layer alone.
+
+    dropout: the rate of d, a multiple of 2**-16 below 1, the same for all adapters of one input.
+    """
 
     weight: ScaledTensor
     bias: torch.Tensor | None = None
     a: torch.Tensor | None = None
     b: torch.Tensor | None = None
     scaling: float = 1.0
+    dropout: float = 0.0
 
     @property
     def adapter(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -48,7 +53,7 @@ class Norm:
 class Operand:
     """A quantized input of projections, as their products read it.
 
-    low: scaling * x A^T [M, R] of all adapters beside each other. downs: their A, where low is among the columns of q.
+    low: scaling * d(x) A^T [M, R] of all adapters beside each other. downs: their A, where low is in columns of q.
     """
 
     q: ScaledTensor
@@ -63,7 +68,10 @@ class Operand:
 
 @dataclass(frozen=True)
 class Adapter:
-    """The adapter of projection `index`; its rank takes `columns` of what belongs to all adapters of a group."""
+    """The adapter of projection `index`; its rank takes `columns` of what belongs to all adapters of a group.
+
+    scaling: what makes up for the dropped inputs included.
+    """
 
     index: int
     a: torch.Tensor
@@ -77,7 +85,8 @@ def adapters_of(projections: Sequence[Projection]) -> list[Adapter]:
     begin = 0
     for index, p in enumerate(projections):
         if p.a is not None and p.b is not None:
-            found.append(Adapter(index, p.a, p.b, p.scaling, slice(begin, begin + p.a.shape[0])))
+            scaling = p.scaling / (1 - p.dropout)
+            found.append(Adapter(index, p.a, p.b, scaling, slice(begin, begin + p.a.shape[0])))
             begin += p.a.shape[0]
     return found
 
@@ -86,10 +95,23 @@ def rank_of(projections: Sequence[Projection]) -> int:
     return sum([p.a.shape[0] for p in projections if p.a is not None])
 
 
+def dropout_of(projections: Sequence[Projection]) -> Dropout | None:
+    """The next one of their adapters."""
+    rates = {p.dropout for p in projections if p.a is not None}
+    if len(rates) > 1:
+        raise ValueError(f"adapters of one input share what is dropped; got rates {sorted(rates)}")
+    return draw(rates.pop()) if rates else None
+
+
 def room_of(k: int, projections: Sequence[Projection]) -> int:
     """The columns that a product over k is given for the adapters."""
     rank = rank_of(projections)
     return adapter_columns.room_for(k, rank, projections[0].weight) if rank else 0
+
+
+def room_of_gradients(n: int, projections: Sequence[Projection]) -> int:
+    """`room_of` the product that gives dX; none with dropout, which takes of dX what is the adapters' alone."""
+    return 0 if any(p.dropout for p in projections if p.a is not None) else room_of(n, projections)
 
 
 def downs_of(adapters: Sequence[Adapter]) -> adapter_columns.Downs:
@@ -103,15 +125,18 @@ def kept_operand(
     return Operand(q, low, adapter_columns.Downs(codes, unit) if codes is not None and unit is not None else None)
 
 
-def operand_of(q: ScaledTensor, projections: Sequence[Projection], dtype: torch.dtype) -> Operand:
+def operand_of(
+    q: ScaledTensor, projections: Sequence[Projection], dtype: torch.dtype, dropout: Dropout | None = None
+) -> Operand:
     """q has `room_of` behind its rows."""
     adapters = adapters_of(projections)
+    seen = q if dropout is None else dropped_codes(q, dropout)
     if room_of(q.shape[1], projections):
         downs = downs_of(adapters)
-        return Operand(*adapter_columns.append_products(q, downs, dtype), downs)
+        return Operand(*adapter_columns.append_products(q, downs, dtype, seen), downs)
     if not adapters:
         return Operand(q, None, None)
-    parts = fused.low_rank(q, [adapter.a for adapter in adapters], dtype)
+    parts = fused.low_rank(seen, [adapter.a for adapter in adapters], dtype)
     low = torch.cat([part * adapter.scaling for part, adapter in zip(parts, adapters, strict=True)], dim=1)
     return Operand(q, low, None)
 

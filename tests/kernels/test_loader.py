@@ -72,7 +72,8 @@ VARIANTS += [
     loader.Variant("cast.cu", (("X_BF16", 1), ("AMAX", amax), ("SCALES", 2 + amax), ("THREADS", 256), ("ROUNDS", 4)))
     for amax in (0, 1)
 ]
-VARIANTS.append(loader.Variant("downs.cu", ()))
+VARIANTS += [loader.Variant("downs.cu", ()), loader.Variant("drop_codes.cu", ())]
+VARIANTS.append(loader.Variant("add_kept.cu", (("X_BF16", 1),)))
 VARIANTS += [loader.Variant("low_gradients.cu", (("RANKS", ranks), ("STAGES", 4 * ranks))) for ranks in (1, 2)]
 VARIANTS.append(loader.Variant("sum_parts.cu", ()))
 VARIANTS += [loader.Variant("ups.cu", (("BLOCKS", blocks),)) for blocks in (0, 1)]

@@ -14,6 +14,7 @@ from octavo.formats.granularity import PerBlock, PerGroup, PerRow, PerTensor
 from octavo.formats.reference import dequantize_ref, quantize_ref
 from octavo.formats.spec import E4M3
 from octavo.ops import native
+from octavo.ops.dropout import draw, kept
 from octavo.ops.lora import Norm, Projection, gated_mlp, project
 from octavo.testing import FLOOR_DB, sqnr_db
 
@@ -41,13 +42,22 @@ def rounded(x):
     return x + (dequantize_ref(quantize_ref(flat, E4M3, PerRow())).reshape(x.shape).double() - x).detach()
 
 
-def oracle(p, x):
+def oracle(p, x, stays=1.0):
+    """stays: which of x the adapter sees."""
     y = x @ dequantize_ref(p.weight).double().mT
     if p.bias is not None:
         y = y + p.bias.double()
     if p.a is not None:
-        y = y + p.scaling * (x @ p.a.double().mT) @ p.b.double().mT
+        y = y + p.scaling / (1 - p.dropout) * (x * stays @ p.a.double().mT) @ p.b.double().mT
     return y
+
+
+def dropping(rate, *widths):
+    """What the next call will keep of inputs of these widths, [3, 5, width] each."""
+    torch.manual_seed(3)
+    stays = [kept(15, k, draw(rate), torch.device("cpu")).view(3, 5, k).double() for k in widths]
+    torch.manual_seed(3)
+    return stays
 
 
 def inputs(k, seed=0):
@@ -274,6 +284,69 @@ def test_gated_mlp_per_block():
     want.backward(grad.double())
     for mine, theirs in zip(found, [wide.grad, *(p.grad for p in parameters)], strict=True):
         assert sqnr_db(mine, theirs) > QUANTIZED - 5
+
+
+@pytest.mark.parametrize("granularity", [PerRow(), PerBlock(128, 128)], ids=str)
+@pytest.mark.parametrize("normed", ["", "codes"], ids=["plain", "norm-from-codes"])
+def test_dropout_of_projections(normed, granularity):
+    """One projection without an adapter; what is dropped is dropped in dX and dA, too, and only of the adapters."""
+    k, block = 256, granularity != PerRow()
+    projections = [projection(128, k, i, rank, granularity=granularity) for i, rank in enumerate((4, 0, 9))]
+    projections = [replace(p, dropout=0.25 if p.a is not None else 0.0) for p in projections]
+    norm = norm_of(normed, k)
+    x = inputs(k).requires_grad_()
+    wide = x.detach().double().requires_grad_()
+    seen = (in_groups if block else rounded)(F.rms_norm(wide, (k,), norm.weight.double(), 1e-5) if norm else wide)
+    parameters = [part for p in projections for part in p.adapter if part is not None]
+    (stays,) = dropping(0.25, k)
+    assert 0.2 < 1 - stays.mean() < 0.3
+    compare(project(x, projections, norm), [oracle(p, seen, stays) for p in projections], x, wide, parameters)
+
+
+@pytest.mark.parametrize("granularity", [PerRow(), PerBlock(128, 128)], ids=str)
+def test_dropout_of_an_mlp(granularity):
+    """Its two inputs drop different values."""
+    k, n = 128, 256
+    parts = (projection(*shape, i, granularity=granularity) for i, shape in enumerate(((n, k), (n, k), (k, n))))
+    gate, up, down = (replace(p, dropout=0.5) for p in parts)
+    round_input = rounded if granularity == PerRow() else in_groups
+    x = inputs(k).requires_grad_()
+    wide = x.detach().double().requires_grad_()
+    first, last = dropping(0.5, k, n)
+    seen = round_input(wide)
+    want = oracle(down, round_input(F.silu(oracle(gate, seen, first)) * oracle(up, seen, first)), last)
+    y = gated_mlp(x, gate, up, down, "silu")
+    assert sqnr_db(y, want) > QUANTIZED
+    parameters = [part for p in (gate, up, down) for part in p.adapter]
+    grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(7)).bfloat16()
+    y.backward(grad)
+    found = [x.grad, *(p.grad for p in parameters)]
+    for p in parameters:
+        p.grad = None
+    want.backward(grad.double())
+    for mine, theirs in zip(found, [wide.grad, *(p.grad for p in parameters)], strict=True):
+        assert sqnr_db(mine, theirs) > QUANTIZED - 5
+
+
+def test_dropout_under_checkpointing():
+    """What is dropped comes from the generator that checkpointing sets back, the same when it is run again."""
+    p = replace(projection(48, 64, 0), dropout=0.25)
+    x, results = inputs(64).requires_grad_(), []
+    for run in (lambda: project(x, [p])[0], lambda: checkpoint(lambda x: project(x, [p])[0], x, use_reentrant=False)):
+        torch.manual_seed(11)
+        y = run()
+        torch.rand(1)  # what follows in the forward pass
+        y.float().square().sum().backward()
+        results.append((y, x.grad, p.a.grad, p.b.grad))
+        x.grad = p.a.grad = p.b.grad = None
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*results, strict=True))
+    assert not torch.equal(project(x, [p])[0], results[0][0]), "the next call drops others"
+
+
+def test_rates_of_one_input_must_agree():
+    parts = [replace(projection(48, 64, i), dropout=rate) for i, rate in enumerate((0.25, 0.5))]
+    with pytest.raises(ValueError, match=r"rates \[0.25, 0.5\]"):
+        project(inputs(64), parts)
 
 
 def test_second_derivatives_are_an_error():
