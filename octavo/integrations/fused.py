@@ -319,6 +319,8 @@ def projections_of(
         found.append(projection)
     by_blocks = {isinstance(projection.weight.granularity, PerBlock) for projection in found}
     rates = {projection.dropout for projection in found if projection.a is not None}
+    if any(rates) and x.is_cuda and torch.cuda.is_current_stream_capturing():  # every replay would drop the same
+        return None
     return found if len(by_blocks) < 2 and len(rates) < 2 else None
 
 
