@@ -65,6 +65,8 @@ def config_error(error: pydantic.ValidationError, known: set[str], source: str) 
 
 def check_regular(path: Path) -> None:
     """OSError for what is there and is no file: opening a pipe would wait for ever."""
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "not a regular file", str(path))
 
@@ -93,6 +95,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist", fix="Check the path.") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path}", got="a folder", need="a YAML file", fix="A model is named by --model.") from None
     except (*UNREADABLE, yaml.YAMLError) as error:
         raise ConfigError(f"{path} is not readable YAML", got=" ".join(str(error).split())) from None
     if values is None:
