@@ -1,6 +1,7 @@
 """Kernels compile for every GPU without one being here: no spills, no local arrays, no FP64; and the cache is safe."""
 
 import dataclasses
+import re
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -139,6 +140,32 @@ def test_every_kernel_compiles(arch):
 def test_every_kernel_compiles_for_the_others(arch):
     for variant in VARIANTS:
         assert loader.compile_variant(variant, arch)[:4] == b"\x7fELF"
+
+
+def ptx(variant):
+    """What the compiler's first half makes of it: NVRTC needs no driver for that."""
+    from cuda.bindings import nvrtc
+
+    _, program = nvrtc.nvrtcCreateProgram(variant.text.encode(), variant.source.encode(), 0, [], [])
+    options = [b"--gpu-architecture=compute_90a", b"--std=c++17"]
+    assert not nvrtc.nvrtcCompileProgram(program, len(options), options)[0].value
+    text = bytearray(nvrtc.nvrtcGetPTXSize(program)[1])
+    nvrtc.nvrtcGetPTX(program, text)
+    nvrtc.nvrtcDestroyProgram(program)
+    return text.decode()
+
+
+EARLY = re.compile(r"\b(ld|st|red|atom)(\.\w+)*\.global")
+
+
+def test_nothing_is_read_or_written_while_the_kernel_before_runs():
+    """Loads that are said to be of constants may be moved across the wait. Weights that are copied ahead are no loads."""
+    waiting = 0
+    for variant in VARIANTS + ON_HOPPER:
+        before, wait, behind = ptx(variant).partition("griddepcontrol.wait")
+        waiting += bool(wait)
+        assert not wait or (not EARLY.search(before) and EARLY.search(behind)), variant
+    assert waiting > len(VARIANTS) / 2
 
 
 def test_the_gate_works(monkeypatch, tmp_path):
