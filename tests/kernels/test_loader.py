@@ -159,7 +159,7 @@ EARLY = re.compile(r"\b(ld|st|red|atom)(\.\w+)*\.global")
 
 
 def test_nothing_is_read_or_written_while_the_kernel_before_runs():
-    """Loads that are said to be of constants may be moved across the wait. Weights that are copied ahead are no loads."""
+    """Loads said to be of constants may be moved across the wait. Weights that are copied ahead are no loads."""
     waiting = 0
     for variant in VARIANTS + ON_HOPPER:
         before, wait, behind = ptx(variant).partition("griddepcontrol.wait")
