@@ -181,7 +181,7 @@ RIVALS = {
     "smoothquant_gptq": "token",
     "fp8_block": "group128",
     "gptq_block": "group128",
-    "torchao": "token",
+    "torchao": "none",  # a checkpoint of decoded weights has no activations to round
     "autoround": "token",
 }
 DEFAULT_RIVALS = [name for name in RIVALS if name != "autoround"]  # which takes hours on a CPU
@@ -229,7 +229,7 @@ def _rival_lines(
     judge: Judge, name: str, folder: Path, activation: str, took: dict[str, float], ours: dict[str, float] | None
 ) -> Iterator[dict[str, Any]]:
     opened = measuring.open_model(folder, dtype=torch.float32)
-    for mode, figures in judge.of(opened.model, ["none", activation]).items():
+    for mode, figures in judge.of(opened.model, list(dict.fromkeys(["none", activation]))).items():
         share = None
         if ours is not None and mode == "none":
             share = {clock: round(ours[clock] / seconds, 3) for clock, seconds in took.items()}
