@@ -349,7 +349,9 @@ def projection_of(layer: nn.Module) -> Projection | None:
     if len(names) > 1 or layer.lora_bias[names[0]] or names[0] in layer.lora_variant:
         return None
     dropout = layer.lora_dropout[names[0]]
-    rate = exact_rate(dropout.p) if layer.training and not isinstance(dropout, nn.Identity) else 0.0
+    if type(dropout) not in (nn.Dropout, nn.Identity):  # one that drops whole channels, say
+        return None
+    rate = exact_rate(dropout.p) if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
     if rate == 1.0:  # nothing of the adapter is left
         return None
     a, b = layer.lora_A[names[0]].weight, layer.lora_B[names[0]].weight

@@ -38,7 +38,7 @@ def draw(rate: float) -> Dropout | None:
     """The next dropout by torch's generator of the CPU, which checkpointing and snapshots restore; None for rate 0."""
     if not rate:
         return None
-    return Dropout(int(torch.empty((), dtype=torch.int64).random_()), round(rate * 65536))
+    return Dropout(int(torch.empty((), dtype=torch.int64, device="cpu").random_()), round(rate * 65536))
 
 
 def dropped_codes(q: ScaledTensor, dropout: Dropout) -> ScaledTensor:
@@ -63,7 +63,7 @@ def add_kept(y: torch.Tensor, low: torch.Tensor, a: torch.Tensor, dropout: Dropo
     for first in range(0, m, rows):
         part, added = y[first : first + rows], low[first : first + rows] @ a
         if not fused.on_kernels(y):
-            part += torch.where(kept(len(part), k, dropout, y.device, first), added, 0)
+            part.copy_(torch.where(kept(len(part), k, dropout, y.device, first), part + added, part))
             continue
         sizes = np.int64(len(part)), np.int32(k), np.int64(first)
         arguments = part, added, np.int64(dropout.seed), np.int32(dropout.below), *sizes

@@ -110,7 +110,7 @@ class _Project(torch.autograd.Function):
         ctx.norm, ctx.projections, ctx.shape, ctx.dtype, ctx.dropout = norm, projections, x.shape, x.dtype, dropout
         kept = (None, None) if x_stays else (q.codes, q.scale)
         x_kept = flat if x_stays or _needs_x(norm, projections) else None
-        ctx.save_for_backward(x_kept, rstd, *kept, *operand.kept, *adapters)
+        ctx.save_for_backward(x_kept, rstd, *kept, *operand.kept(dropout), *adapters)
         results = tuple(y.reshape(*x.shape[:-1], y.shape[1]) for y in outputs)
         return (*results, x.view_as(x)) if pass_on else results
 
@@ -171,7 +171,7 @@ class _GatedMlp(torch.autograd.Function):
         ctx.norm, ctx.projections, ctx.dropouts, ctx.activation = norm, projections, dropouts, activation
         ctx.shape, ctx.dtype, ctx.residual = x.shape, x.dtype, residual
         quantized = [part for value in (q, h, *kept) for part in (value.codes, value.scale)]
-        quantized += [*first.kept, *last.kept]
+        quantized += [*first.kept(dropouts[0]), *last.kept(dropouts[1])]
         ctx.save_for_backward(flat if _needs_x(norm, (gate,)) else None, rstd, *quantized, *adapters)
         return x.new_empty(()).expand(*x.shape[:-1], down.weight.shape[0])
 

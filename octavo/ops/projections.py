@@ -60,10 +60,9 @@ class Operand:
     low: torch.Tensor | None
     downs: adapter_columns.Downs | None
 
-    @property
-    def kept(self) -> tuple[torch.Tensor | None, ...]:
-        """What the way back needs besides q."""
-        return self.low, *((self.downs.codes, self.downs.unit) if self.downs else (None, None))
+    def kept(self, dropout: Dropout | None) -> tuple[torch.Tensor | None, ...]:
+        """What the way back needs besides q; with dropout it does without the codes of A."""
+        return self.low, *((self.downs.codes, self.downs.unit) if self.downs and dropout is None else (None, None))
 
 
 @dataclass(frozen=True)

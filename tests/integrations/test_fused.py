@@ -208,7 +208,11 @@ def test_what_the_fused_layers_do_not_give_is_not_lost(everywhere, plain, case):
 
 
 @pytest.mark.parametrize(
-    "state", ["dropout of all", "two rates", "weights only", "merged", "disabled", "two adapters", "evaluation"]
+    "state",
+    [
+        *("dropout of all", "two rates", "dropout of channels", "dropout in evaluation"),
+        *("weights only", "merged", "disabled", "two adapters", "evaluation"),
+    ],
 )
 def test_what_is_not_fused_runs_as_before(everywhere, plain, state):
     model = bound(build(activation="none" if state == "weights only" else "token", ours=True))
@@ -217,11 +221,12 @@ def test_what_is_not_fused_runs_as_before(everywhere, plain, state):
         model.base_model.set_adapter(["default", "second"])
     if state == "merged":
         model.merge_adapter()
-    if state in ("dropout of all", "two rates"):
+    if "dropout" in state or state == "two rates":
         for name, module in model.named_modules():
             if hasattr(module, "lora_dropout"):
                 rate = 1.0 if state == "dropout of all" else 0.25 if name.endswith(("q_proj", "up_proj")) else 0.5
-                module.lora_dropout["default"] = torch.nn.Dropout(rate)
+                kind = torch.nn.Dropout1d if state == "dropout of channels" else torch.nn.Dropout
+                module.lora_dropout["default"] = kind(rate).train(state != "dropout in evaluation")
     if state == "evaluation":
         model.eval()
 
@@ -231,7 +236,8 @@ def test_what_is_not_fused_runs_as_before(everywhere, plain, state):
             return model(input_ids=tokens()).logits
 
     want, found = plain(logits), logits()
-    fuses = {"dropout of all": 0, "two rates": 2, "weights only": 0, "two adapters": 2}.get(state, 6)
+    fuses = {"two rates": 2, "two adapters": 2}.get(state, 6)
+    fuses = 0 if state in ("dropout of all", "dropout of channels", "weights only") else fuses
     assert len(everywhere) == fuses
     assert torch.equal(found, want) if not fuses else sqnr_db(found, want) > (12 if state == "two rates" else 20)
 
@@ -248,6 +254,10 @@ def test_dropout_of_the_adapters(everywhere, plain):
     found = model(input_ids=tokens()).logits
     assert torch.equal(found, model(input_ids=tokens()).logits)
     assert sqnr_db(torch.stack(logits).mean(0), found) > 30 > sqnr_db(logits[0], found)
+    for module in model.modules():
+        if hasattr(module, "lora_dropout"):
+            module.lora_dropout.train()
+    assert not torch.equal(found, model(input_ids=tokens()).logits), "dropout in a model in evaluation"
     for module in model.modules():
         if hasattr(module, "lora_dropout"):
             module.lora_dropout["default"] = torch.nn.Identity()

@@ -44,6 +44,7 @@ def test_sums(both, monkeypatch, dtype, m, k, at_once):
     generator = torch.Generator().manual_seed(1)
     y, low, a = (torch.randn(shape, generator=generator).to(dtype) for shape in ((m, k), (m, 5), (5, k)))
     low[m // 2 :, 0] = torch.nan
+    y[:, :3] = -0.0
 
     def run():
         result = y.clone()
@@ -52,4 +53,5 @@ def test_sums(both, monkeypatch, dtype, m, k, at_once):
 
     found, want = both(run)
     torch.testing.assert_close(found, want, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(found.signbit() & (found == 0), want.signbit() & (want == 0))
     assert bool(want.isnan().any()) is bool(m)

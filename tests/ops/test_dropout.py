@@ -48,6 +48,8 @@ def test_the_generator_of_the_cpu_draws_the_seed():
     torch.manual_seed(1)
     assert first == draw(0.25) != second and draw(0.0) is None
     assert 0 <= first.seed < 2**63 and first.below == 16384
+    with torch.device("meta"):
+        assert draw(0.25).below == 16384, "not that of the default device"
 
 
 @pytest.mark.parametrize(("p", "rate"), [(0.0, 0.0), (1e-9, 0.0), (0.05, 3277 / 65536), (0.999999, 1.0), (1.0, 1.0)])

@@ -328,6 +328,16 @@ def test_dropout_of_an_mlp(granularity):
         assert sqnr_db(mine, theirs) > QUANTIZED - 5
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+def test_codes_of_a_are_kept_for_columns_of_dx(dropout):
+    """Which it has no more with dropout."""
+    kept, p = [], replace(projection(256, 128, 0), dropout=dropout)
+    with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda tensor: tensor):
+        project(inputs(128).requires_grad_(), [p])
+    codes = [tuple(tensor.shape) for tensor in kept if tensor.dtype == torch.uint8]
+    assert codes == [(15, 128)] + ([] if dropout else [(128, 128)])
+
+
 def test_dropout_under_checkpointing():
     """What is dropped comes from the generator that checkpointing sets back, the same when it is run again."""
     p = replace(projection(48, 64, 0), dropout=0.25)
