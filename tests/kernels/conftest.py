@@ -3,6 +3,7 @@ import re
 import pytest
 
 from octavo.kernels.cuda import loader
+from octavo.ops import attention, decode, fused
 from tests.kernels import host
 
 
@@ -24,3 +25,18 @@ def on_host(host_folder, monkeypatch):
         host.launch(host_folder, variant, grid, threads, arguments)
 
     monkeypatch.setattr(loader, "launch", launch)
+
+
+@pytest.fixture
+def both(monkeypatch):
+    """Call a function on its kernels and on plain torch."""
+
+    def run(function, *args, **options):
+        results = []
+        for wanted in (True, False):
+            for module in (attention, decode, fused):
+                monkeypatch.setattr(module, "on_kernels", lambda x, wanted=wanted: wanted)
+            results.append(function(*args, **options))
+        return results
+
+    return run

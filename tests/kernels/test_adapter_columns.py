@@ -17,20 +17,6 @@ def normal(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.fixture
-def both(monkeypatch):
-    """Call a function on its kernels and on torch."""
-
-    def run(function):
-        results = []
-        for kernels in (True, False):
-            monkeypatch.setattr(fused, "on_kernels", lambda x, kernels=kernels: kernels)
-            results.append(function())
-        return results
-
-    return run
-
-
 @pytest.mark.parametrize("ranks", [(16,), (4, 12), (3, 8, 40)], ids=str)
 def test_codes_of_a(both, ranks):
     adapters = [normal(rank, 144, seed=rank) * 2.0**rank for rank in ranks]

@@ -3,28 +3,13 @@
 import pytest
 import torch
 
-from octavo.ops import attention, decode
+from octavo.ops import decode
 from octavo.ops.attention import CachedKV
 from octavo.testing import assert_sqnr
 from tests.kernels.test_attention import KINDS, empty, values
 
 pytestmark = pytest.mark.usefixtures("on_host")
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-
-
-@pytest.fixture
-def both(monkeypatch):
-    """Call a function on kernels and on plain torch."""
-
-    def run(function):
-        results = []
-        for wanted in (True, False):
-            for module in (attention, decode):
-                monkeypatch.setattr(module, "on_kernels", lambda x, wanted=wanted: wanted)
-            results.append(function())
-        return results
-
-    return run
 
 
 @DTYPES

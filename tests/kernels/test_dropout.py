@@ -6,25 +6,11 @@ import torch
 from octavo.formats.granularity import PerRow
 from octavo.formats.scaled import ScaledTensor
 from octavo.formats.spec import E4M3
-from octavo.ops import dropout, fused
+from octavo.ops import dropout
 from octavo.ops.dropout import Dropout
 
 pytestmark = pytest.mark.usefixtures("on_host")
 DROPS = [Dropout(0, 1), Dropout(2**63 - 1, 65535), Dropout(0x123456789ABCDEF, 3277)]
-
-
-@pytest.fixture
-def both(monkeypatch):
-    """Call a function on its kernels and on torch."""
-
-    def run(function):
-        results = []
-        for kernels in (True, False):
-            monkeypatch.setattr(fused, "on_kernels", lambda x, kernels=kernels: kernels)
-            results.append(function())
-        return results
-
-    return run
 
 
 @pytest.mark.parametrize("some", DROPS, ids=lambda some: str(some.below))

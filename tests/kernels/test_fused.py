@@ -12,20 +12,6 @@ pytestmark = pytest.mark.usefixtures("on_host")
 ACTIVATIONS = pytest.mark.parametrize("activation", fused.ACTIVATIONS)
 
 
-@pytest.fixture
-def both(monkeypatch):
-    """Call a function of `fused` on its kernels and on torch."""
-
-    def run(function, *args, **options):
-        results = []
-        for kernels in (True, False):
-            monkeypatch.setattr(fused, "on_kernels", lambda x, kernels=kernels: kernels)
-            results.append(function(*args, **options))
-        return results
-
-    return run
-
-
 def values(m, k, seed=0):
     """Tokens over twelve binary orders; one of zeros."""
     generator = torch.Generator().manual_seed(seed)

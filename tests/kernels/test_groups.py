@@ -7,7 +7,7 @@ from octavo.formats.reference import quantize_ref
 from octavo.formats.spec import E4M3
 from octavo.ops import fused, groups
 from octavo.testing import assert_sqnr
-from tests.kernels.test_adapter_columns import both, normal  # noqa: F401  both: used by pytest
+from tests.kernels.test_adapter_columns import normal
 
 pytestmark = pytest.mark.usefixtures("on_host")
 
@@ -20,14 +20,14 @@ def values(m, k, seed=0):
 
 
 @pytest.mark.parametrize("widths", [(256,), (128, 128, 256), (1024, 128)], ids=str)
-def test_parts_are_one_row(both, widths):  # noqa: F811
+def test_parts_are_one_row(both, widths):
     parts = [values(5, width, seed) for seed, width in enumerate(widths)]
     (found, _), (want, _) = both(lambda: groups.quantize_tokens(*parts, spare=128))
     assert torch.equal(found.codes, want.codes) and torch.equal(found.scale, want.scale)
     assert found.codes.stride(0) == sum(widths) + 128 and found.scale.stride() == (1, 5)
 
 
-def test_norm_is_in_the_scales(both):  # noqa: F811
+def test_norm_is_in_the_scales(both):
     x, weight = normal(5, 2176).bfloat16(), normal(2176, seed=3)
     (found, rstd), (want, want_rstd) = both(lambda: groups.quantize_tokens(x, columns=weight, epsilon=1e-6))
     assert torch.equal(found.codes, want.codes)
@@ -37,7 +37,7 @@ def test_norm_is_in_the_scales(both):  # noqa: F811
 
 @pytest.mark.parametrize("activation", fused.ACTIVATIONS)
 @pytest.mark.parametrize("k", [128, 2304])
-def test_gated(both, k, activation):  # noqa: F811
+def test_gated(both, k, activation):
     gate, up, dh = (values(6, k, seed) for seed in (0, 1, 2))
     found, want = both(lambda: groups.gated(gate, up, activation, spare=128))
     for ours, theirs in zip(found[1:], want[1:], strict=True):
