@@ -319,7 +319,7 @@ def projections_of(
         found.append(projection)
     by_blocks = {isinstance(projection.weight.granularity, PerBlock) for projection in found}
     rates = {projection.dropout for projection in found if projection.a is not None}
-    if any(rates) and x.is_cuda and torch.cuda.is_current_stream_capturing():  # every replay would drop the same
+    if any(rates) and _captured(x):  # every replay would drop the same
         return None
     return found if len(by_blocks) < 2 and len(rates) < 2 else None
 
@@ -358,6 +358,10 @@ def projection_of(layer: nn.Module) -> Projection | None:
     if isinstance(a, DTensor) or isinstance(b, DTensor):
         return None
     return Projection(plain.weight, plain.bias, a, b, layer.scaling[names[0]], rate)
+
+
+def _captured(x: torch.Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _frozen(parameter: torch.Tensor | None) -> bool:

@@ -41,8 +41,10 @@ def draw(rate: float) -> Dropout | None:
     return Dropout(int(torch.empty((), dtype=torch.int64, device="cpu").random_()), round(rate * 65536))
 
 
-def dropped_codes(q: ScaledTensor, dropout: Dropout) -> ScaledTensor:
-    """q [M, K], the dropped codes zero: NaN codes among them, too. K % 16 == 0."""
+def dropped_codes(q: ScaledTensor, dropout: Dropout | None) -> ScaledTensor:
+    """q [M, K], the dropped codes zero: NaN codes among them, too. K % 16 == 0. None: q itself."""
+    if dropout is None:
+        return q
     m, k = q.shape
     if not fused.on_kernels(q.codes):
         codes = torch.where(kept(m, k, dropout, q.codes.device), q.codes, 0)

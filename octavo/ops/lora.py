@@ -110,14 +110,15 @@ class _Project(torch.autograd.Function):
         ctx.norm, ctx.projections, ctx.shape, ctx.dtype, ctx.dropout = norm, projections, x.shape, x.dtype, dropout
         kept = (None, None) if x_stays else (q.codes, q.scale)
         x_kept = flat if x_stays or _needs_x(norm, projections) else None
-        ctx.save_for_backward(x_kept, rstd, *kept, *operand.kept(dropout), *adapters)
+        ctx.save_for_backward(x_kept, rstd, *kept, *operand.kept, *adapters)
         results = tuple(y.reshape(*x.shape[:-1], y.shape[1]) for y in outputs)
         return (*results, x.view_as(x)) if pass_on else results
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        x, rstd, codes, scale, low, a_codes, a_unit, *adapters = ctx.saved_tensors
+        x, rstd, codes, scale, *rest = ctx.saved_tensors
+        kept, adapters = rest[:3], rest[3:]
         projections = _with_adapters(ctx.projections, adapters)
         flat = [_matrix(grad) for grad in grads]
         residual = flat.pop() if len(flat) > len(projections) else None
@@ -125,7 +126,7 @@ class _Project(torch.autograd.Function):
             q = quantize_input(x, ctx.norm, projections, 0)[0]
         else:
             q = kept_input(codes, scale, projections)
-        steps = _Backward(projections, flat, kept_operand(q, low, a_codes, a_unit), ctx.dtype, ctx.dropout)
+        steps = _Backward(projections, flat, kept_operand(q, kept, ctx.dropout), ctx.dtype)
         dx = steps.input_gradient() if ctx.needs_input_grad[0] else None
         dx = _through_norm(dx, x, q, ctx.norm, rstd, ctx.shape, residual)
         return dx, *[None] * 5, *steps.adapter_gradients(ctx.needs_input_grad[6:])
@@ -171,7 +172,7 @@ class _GatedMlp(torch.autograd.Function):
         ctx.norm, ctx.projections, ctx.dropouts, ctx.activation = norm, projections, dropouts, activation
         ctx.shape, ctx.dtype, ctx.residual = x.shape, x.dtype, residual
         quantized = [part for value in (q, h, *kept) for part in (value.codes, value.scale)]
-        quantized += [*first.kept(dropouts[0]), *last.kept(dropouts[1])]
+        quantized += [*first.kept, *last.kept]
         ctx.save_for_backward(flat if _needs_x(norm, (gate,)) else None, rstd, *quantized, *adapters)
         return x.new_empty(()).expand(*x.shape[:-1], down.weight.shape[0])
 
@@ -184,12 +185,12 @@ class _GatedMlp(torch.autograd.Function):
         *inner, down = _with_adapters(ctx.projections, adapters)
         (dropout, dropout_down), needs, dy = ctx.dropouts, ctx.needs_input_grad[8:], _matrix(grad)
         # What is as wide as the MLP lives as briefly as it can: this is where memory peaks.
-        last = _Backward([down], [dy], kept_operand(h, *kept_down), ctx.dtype, dropout_down)
+        last = _Backward([down], [dy], kept_operand(h, kept_down, dropout_down), ctx.dtype)
         of_down = last.adapter_gradients(needs[4:])
         dh, columns, room = last.input_gradient(), row_scales(inner), room_of_gradients(2 * h.shape[1], inner)
         backward = steps_of(inner).gated_backward
         dgate, dup, quantized = backward(dh, gate, up, columns, ctx.activation, spare=room, reuse=True)
-        first = _Backward(inner, [dgate, dup], kept_operand(q, *kept), ctx.dtype, dropout, quantized)
+        first = _Backward(inner, [dgate, dup], kept_operand(q, kept, dropout), ctx.dtype, quantized)
         del dh, dgate, dup, quantized
         dx = first.input_gradient() if any(ctx.needs_input_grad[:2]) else None
         dx = _through_norm(dx, x, q, ctx.norm, rstd, ctx.shape, dy if ctx.residual else None)
@@ -229,11 +230,10 @@ class _Backward:
         grads: Sequence[torch.Tensor],
         operand: Operand,
         dtype: torch.dtype,
-        dropout: Dropout | None,
         quantized: ScaledTensor | None = None,
     ) -> None:
         self.projections, self.grads, self.operand, self.dtype = projections, grads, operand, dtype
-        self.dropout, self.quantized = dropout, quantized
+        self.quantized = quantized
         self.adapters = adapters_of(projections)
         self.low_gradient = grads[0].new_empty(grads[0].shape[0], rank_of(projections))  # of x A^T
         self.of_b = [
@@ -264,17 +264,17 @@ class _Backward:
             dx = native.product_with_codes(quantized, fused.transposed(*codes), self.dtype)
         if self.adapters and not room:  # one pass over dx for all of them
             scaled = torch.cat([adapter.a.to(self.dtype) * adapter.scaling for adapter in self.adapters])
-            if self.dropout is None:
+            if self.operand.dropout is None:
                 dx.addmm_(self.low_gradient, scaled)
             else:
-                add_kept(dx, self.low_gradient, scaled, self.dropout)
+                add_kept(dx, self.low_gradient, scaled, self.operand.dropout)
         return dx
 
     def adapter_gradients(self, needed: Sequence[bool]) -> list[torch.Tensor | None]:
         found: list[torch.Tensor | None] = [None] * len(needed)
         if not self.adapters or not any(needed):
             return found
-        seen = self.operand.q if self.dropout is None else dropped_codes(self.operand.q, self.dropout)
+        seen = dropped_codes(self.operand.q, self.operand.dropout)
         parts = adapter_gradients.over_tokens(self.low_gradient, seen)  # one pass over x for all of them
         first = self.adapters[0].scaling or 1.0  # of all, as a rule
         together = adapter_gradients.add_parts(parts, parts.shape[2], first)

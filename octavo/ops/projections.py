@@ -54,15 +54,19 @@ class Operand:
     """A quantized input of projections, as their products read it.
 
     low: scaling * d(x) A^T [M, R] of all adapters beside each other. downs: their A, where low is in columns of q.
+    dropout: d.
     """
 
     q: ScaledTensor
     low: torch.Tensor | None
     downs: adapter_columns.Downs | None
+    dropout: Dropout | None = None
 
-    def kept(self, dropout: Dropout | None) -> tuple[torch.Tensor | None, ...]:
+    @property
+    def kept(self) -> tuple[torch.Tensor | None, ...]:
         """What the way back needs besides q; with dropout it does without the codes of A."""
-        return self.low, *((self.downs.codes, self.downs.unit) if self.downs and dropout is None else (None, None))
+        downs = self.downs if self.dropout is None else None
+        return self.low, *((downs.codes, downs.unit) if downs else (None, None))
 
 
 @dataclass(frozen=True)
@@ -117,27 +121,27 @@ def downs_of(adapters: Sequence[Adapter]) -> adapter_columns.Downs:
     return adapter_columns.encode_downs([adapter.a for adapter in adapters], [adapter.scaling for adapter in adapters])
 
 
-def kept_operand(
-    q: ScaledTensor, low: torch.Tensor | None, codes: torch.Tensor | None, unit: torch.Tensor | None
-) -> Operand:
+def kept_operand(q: ScaledTensor, kept: Sequence[torch.Tensor | None], dropout: Dropout | None) -> Operand:
     """From `Operand.kept`."""
-    return Operand(q, low, adapter_columns.Downs(codes, unit) if codes is not None and unit is not None else None)
+    low, codes, unit = kept
+    downs = adapter_columns.Downs(codes, unit) if codes is not None and unit is not None else None
+    return Operand(q, low, downs, dropout)
 
 
 def operand_of(
-    q: ScaledTensor, projections: Sequence[Projection], dtype: torch.dtype, dropout: Dropout | None = None
+    q: ScaledTensor, projections: Sequence[Projection], dtype: torch.dtype, dropout: Dropout | None
 ) -> Operand:
     """q has `room_of` behind its rows."""
     adapters = adapters_of(projections)
-    seen = q if dropout is None else dropped_codes(q, dropout)
+    seen = dropped_codes(q, dropout)
     if room_of(q.shape[1], projections):
         downs = downs_of(adapters)
-        return Operand(*adapter_columns.append_products(q, downs, dtype, seen), downs)
+        return Operand(*adapter_columns.append_products(q, downs, dtype, seen), downs, dropout)
     if not adapters:
         return Operand(q, None, None)
     parts = fused.low_rank(seen, [adapter.a for adapter in adapters], dtype)
     low = torch.cat([part * adapter.scaling for part, adapter in zip(parts, adapters, strict=True)], dim=1)
-    return Operand(q, low, None)
+    return Operand(q, low, None, dropout)
 
 
 def products_of(operand: Operand, projections: Sequence[Projection], dtype: torch.dtype) -> list[torch.Tensor]:

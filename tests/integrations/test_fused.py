@@ -266,6 +266,16 @@ def test_dropout_of_the_adapters(everywhere, plain):
     assert sqnr_db(found, want) > 10
 
 
+def test_a_graph_would_drop_the_same_for_ever(everywhere, monkeypatch):
+    """While one is captured, layers with dropout are not fused."""
+    model, other = build(dropout=0.25), build()
+    monkeypatch.setattr(fused, "_captured", lambda x: True)
+    step(model)
+    assert not everywhere
+    step(other)
+    assert len(everywhere) == 6
+
+
 def test_layers_run_again_drop_the_same(everywhere):
     model = build(dropout=0.25)
     torch.manual_seed(2)

@@ -54,6 +54,8 @@ def oracle(p, x, stays=1.0):
 
 def dropping(rate, *widths):
     """What the next call will keep of inputs of these widths, [3, 5, width] each."""
+    if not rate:
+        return [1.0] * len(widths)
     torch.manual_seed(3)
     stays = [kept(15, k, draw(rate), torch.device("cpu")).view(3, 5, k).double() for k in widths]
     torch.manual_seed(3)
@@ -67,11 +69,12 @@ def inputs(k, seed=0):
     return x.bfloat16()
 
 
-def compare(outputs, wanted, x, wide, parameters, floor=QUANTIZED - 1):
+def compare(outputs, wanted, x, wide, parameters, floor=QUANTIZED - 1, of_outputs=45):
+    """of_outputs: with the same operands they lack the rounding to BF16 alone."""
     grads = [torch.randn(y.shape, generator=torch.Generator().manual_seed(7 + i)) for i, y in enumerate(outputs)]
     for found, want in zip(outputs, wanted, strict=True):
         assert found.dtype == torch.bfloat16
-        assert sqnr_db(found, want) > 45, "the same operands: rounding to BF16 alone"
+        assert sqnr_db(found, want) > of_outputs
     torch.autograd.backward(outputs, [g.bfloat16() for g in grads])
     found = [x.grad, *(p.grad for p in parameters)]
     for p in parameters:
@@ -80,6 +83,13 @@ def compare(outputs, wanted, x, wide, parameters, floor=QUANTIZED - 1):
     for mine, theirs in zip(found, [wide.grad, *(p.grad for p in parameters)], strict=True):
         keep = slice(1, None) if mine.dim() == 3 else slice(None)  # the zero token's gradient through the norm
         assert sqnr_db(mine[keep], theirs[keep]) > floor
+
+
+def compare_mlp(y, want, x, wide, projections):
+    """h is rounded to E4M3 on the far side of a BF16 rounding; gate and up are read back from E4M3: their errors meet
+    in every gradient but the last adapter's."""
+    parameters = [part for p in projections for part in p.adapter]
+    compare([y], [want], x, wide, parameters, QUANTIZED - 5, QUANTIZED)
 
 
 KEPT = pytest.mark.parametrize("normed", ["", "x", "codes"], ids=["plain", "norm", "norm-from-codes"])
@@ -119,18 +129,7 @@ def test_gated_mlp(normed, activation):
     act = F.silu if activation == "silu" else lambda value: F.gelu(value, approximate="tanh")
     hidden = act(oracle(gate, seen)) * oracle(up, seen)
     want = oracle(down, rounded(hidden))
-    y = gated_mlp(x, gate, up, down, activation, norm)
-    assert sqnr_db(y, want) > QUANTIZED  # h is rounded to E4M3 on the far side of a BF16 rounding
-    parameters = [part for p in (gate, up, down) for part in p.adapter]
-    # gate and up are read back from E4M3: their errors meet in every gradient but the last adapter's
-    grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(7)).bfloat16()
-    y.backward(grad)
-    found = [x.grad[1:], *(p.grad for p in parameters)]
-    for p in parameters:
-        p.grad = None
-    want.backward(grad.double())
-    for mine, theirs in zip(found, [wide.grad[1:], *(p.grad for p in parameters)], strict=True):
-        assert sqnr_db(mine, theirs) > QUANTIZED - 5
+    compare_mlp(gated_mlp(x, gate, up, down, activation, norm), want, x, wide, (gate, up, down))
 
 
 @pytest.mark.parametrize(
@@ -266,31 +265,31 @@ def test_projections_per_block(rank):
     compare(project(x, projections, norm), [oracle(p, seen) for p in projections], x, wide, parameters)
 
 
-def test_gated_mlp_per_block():
-    k, n, block = 128, 256, PerBlock(128, 128)
-    gate, up, down = (projection(*shape, i, granularity=block) for i, shape in enumerate(((n, k), (n, k), (k, n))))
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+@pytest.mark.parametrize("granularity", [PerRow(), PerBlock(128, 128)], ids=str)
+def test_gated_mlp_whose_adapters_drop(granularity, rate):
+    """Its two inputs drop different values."""
+    k, n = 128, 256
+    parts = (projection(*shape, i, granularity=granularity) for i, shape in enumerate(((n, k), (n, k), (k, n))))
+    gate, up, down = (replace(p, dropout=rate) for p in parts)
+    round_input = rounded if granularity == PerRow() else in_groups
     x = inputs(k).requires_grad_()
     wide = x.detach().double().requires_grad_()
-    seen = in_groups(wide)
-    want = oracle(down, in_groups(F.silu(oracle(gate, seen)) * oracle(up, seen)))
-    y = gated_mlp(x, gate, up, down, "silu")
-    assert sqnr_db(y, want) > QUANTIZED
-    parameters = [part for p in (gate, up, down) for part in p.adapter]
-    grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(7)).bfloat16()
-    y.backward(grad)
-    found = [x.grad, *(p.grad for p in parameters)]
-    for p in parameters:
-        p.grad = None
-    want.backward(grad.double())
-    for mine, theirs in zip(found, [wide.grad, *(p.grad for p in parameters)], strict=True):
-        assert sqnr_db(mine, theirs) > QUANTIZED - 5
+    first, last = dropping(rate, k, n)
+    seen = round_input(wide)
+    want = oracle(down, round_input(F.silu(oracle(gate, seen, first)) * oracle(up, seen, first)), last)
+    compare_mlp(gated_mlp(x, gate, up, down, "silu"), want, x, wide, (gate, up, down))
 
 
-@pytest.mark.parametrize("granularity", [PerRow(), PerBlock(128, 128)], ids=str)
+@pytest.mark.parametrize(
+    ("granularity", "k"),
+    [(PerRow(), 64), (PerRow(), 256), (PerBlock(128, 128), 256)],
+    ids=["added", "columns", "blocks"],
+)
 @pytest.mark.parametrize("normed", ["", "codes"], ids=["plain", "norm-from-codes"])
-def test_dropout_of_projections(normed, granularity):
+def test_dropout_of_projections(normed, granularity, k):
     """One projection without an adapter; what is dropped is dropped in dX and dA, too, and only of the adapters."""
-    k, block = 256, granularity != PerRow()
+    block = granularity != PerRow()
     projections = [projection(128, k, i, rank, granularity=granularity) for i, rank in enumerate((4, 0, 9))]
     projections = [replace(p, dropout=0.25 if p.a is not None else 0.0) for p in projections]
     norm = norm_of(normed, k)
@@ -301,31 +300,6 @@ def test_dropout_of_projections(normed, granularity):
     (stays,) = dropping(0.25, k)
     assert 0.2 < 1 - stays.mean() < 0.3
     compare(project(x, projections, norm), [oracle(p, seen, stays) for p in projections], x, wide, parameters)
-
-
-@pytest.mark.parametrize("granularity", [PerRow(), PerBlock(128, 128)], ids=str)
-def test_dropout_of_an_mlp(granularity):
-    """Its two inputs drop different values."""
-    k, n = 128, 256
-    parts = (projection(*shape, i, granularity=granularity) for i, shape in enumerate(((n, k), (n, k), (k, n))))
-    gate, up, down = (replace(p, dropout=0.5) for p in parts)
-    round_input = rounded if granularity == PerRow() else in_groups
-    x = inputs(k).requires_grad_()
-    wide = x.detach().double().requires_grad_()
-    first, last = dropping(0.5, k, n)
-    seen = round_input(wide)
-    want = oracle(down, round_input(F.silu(oracle(gate, seen, first)) * oracle(up, seen, first)), last)
-    y = gated_mlp(x, gate, up, down, "silu")
-    assert sqnr_db(y, want) > QUANTIZED
-    parameters = [part for p in (gate, up, down) for part in p.adapter]
-    grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(7)).bfloat16()
-    y.backward(grad)
-    found = [x.grad, *(p.grad for p in parameters)]
-    for p in parameters:
-        p.grad = None
-    want.backward(grad.double())
-    for mine, theirs in zip(found, [wide.grad, *(p.grad for p in parameters)], strict=True):
-        assert sqnr_db(mine, theirs) > QUANTIZED - 5
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
