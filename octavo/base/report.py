@@ -96,7 +96,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist", fix="Check the path.") from None
     except IsADirectoryError:
-        raise ConfigError(f"{path}", got="a folder", need="a YAML file", fix="A model is named by --model.") from None
+        raise ConfigError(f"{path}", got="a folder", need="a YAML file of settings") from None
     except (*UNREADABLE, yaml.YAMLError) as error:
         raise ConfigError(f"{path} is not readable YAML", got=" ".join(str(error).split())) from None
     if values is None:

@@ -84,7 +84,7 @@ def test_config_files_and_flags(tmp_path):
             Small.load(path)
     with pytest.raises(ConfigError, match="does not exist"):
         read_yaml(tmp_path / "none.yaml")
-    with pytest.raises(ConfigError, match=r"a folder; need a YAML file.*--model"):
+    with pytest.raises(ConfigError, match="a folder; need a YAML file"):
         read_yaml(tmp_path)
     path.write_text("")
     assert Small.load(path) == Small()
